@@ -1,0 +1,1 @@
+"""Unified paged attention for JAX."""

@@ -1,0 +1,1 @@
+"""Functional decoder models and checkpoint loading."""

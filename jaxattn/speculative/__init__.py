@@ -1,0 +1,1 @@
+"""Drafting, acceptance and the device-side speculative loop."""
