@@ -1,4 +1,4 @@
-"""Casts to storage formats that saturate instead of overflowing, shared by cache writes and attention output."""
+"""Saturating casts to storage formats, shared by the cache write and the attention output."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,7 +6,7 @@ from jaxtyping import Array, Num
 
 
 def saturating_cast(x: Num[Array, "..."], dtype) -> Num[Array, "..."]:
-    """Cast to `dtype`, rounding to nearest even, with values beyond its range set to its largest finite value.
+    """Cast to `dtype`, rounding to nearest even; a finite value beyond its range becomes its largest value.
 
     JAX's own cast to float8_e4m3fn gives NaN from 465 up, and to int8 it truncates towards zero.
 
@@ -40,9 +40,9 @@ def saturating_cast(x: Num[Array, "..."], dtype) -> Num[Array, "..."]:
         raise TypeError(f"dtype: expected a floating point format or int8, got {dtype}")
     limit = min(float(jnp.finfo(dtype).max), float(jnp.finfo(x.dtype).max))
     clipped = jnp.clip(x, -limit, limit)
-    return (
-        jnp.where(jnp.isinf(x), x, clipped).astype(dtype) if _has_infinity(dtype) else clipped.astype(dtype)
-    )
+    if _has_infinity(dtype):
+        clipped = jnp.where(jnp.isinf(x), x, clipped)
+    return clipped.astype(dtype)
 
 
 def _has_infinity(dtype) -> bool:
