@@ -1,0 +1,1 @@
+"""Benchmarks of jaxattn. Speed lives here and never in tests."""

@@ -1,0 +1,53 @@
+"""jaxattn's own implementations, through the public call."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+import jaxattn
+from bench.inputs import Inputs
+from jaxattn.index64 import index64
+
+
+def metadata_of(inputs: Inputs, page_table) -> jaxattn.AttentionMetadata:
+    """Metadata of the batch with `page_table`."""
+    shape = inputs.shape
+    with jax.enable_x64(True):
+        return jaxattn.AttentionMetadata(
+            page_table=jnp.asarray(page_table, jnp.int64),
+            cu_seqlens_q=jnp.asarray(inputs.cu_seqlens_q, jnp.int64),
+            seqused_k=jnp.asarray(inputs.seqused_k, jnp.int64),
+            max_seqlen_q=shape.q_len,
+            page_size=shape.page_size,
+            mode="decode" if shape.q_len == 1 else "target_verify" if shape.q_len <= 64 else "extend",
+        )
+
+
+def candidates(inputs: Inputs, implementation: str, batch_invariant: bool = False) -> Iterator:
+    """The public call with its own tuned settings, the plan computed once and passed in, as layers share it."""
+    metadata = [metadata_of(inputs, table) for table in inputs.page_tables]
+    if implementation == "triton":
+        from jaxattn.plan import plan_for
+
+        plan = index64(plan_for)(inputs.q, inputs.k_cache, metadata[0], batch_invariant=batch_invariant)
+        metadata = [dataclasses.replace(m, plan=plan) for m in metadata]
+
+    def calls(q, k_cache, v_cache, metadata):
+        return [
+            jaxattn.unified_attention(
+                q,
+                k_cache,
+                v_cache,
+                m,
+                k_descale=inputs.k_descale,
+                v_descale=inputs.v_descale,
+                implementation=implementation,
+                batch_invariant=batch_invariant,
+            )
+            for m in metadata
+        ]
+
+    arguments = (inputs.q, inputs.k_cache, inputs.v_cache, metadata)
+    yield "tuned", calls, arguments, len(metadata), lambda results: results[0]
