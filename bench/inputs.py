@@ -61,7 +61,7 @@ def make_inputs(shape: Shape, seed: int = 0) -> Inputs:
 
 
 def sampled_error(inputs: Inputs, out, samples: int = 6, seed: int = 1) -> float:
-    """Largest error of `out` against float64 over random (sequence, KV head, query token) rows, relative to max |result|.
+    """Largest error of `out` against float64 over random (sequence, KV head, query token) rows, over max |result|.
 
     Args:
         inputs: what the call was given; the first page table.
