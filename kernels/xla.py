@@ -1,0 +1,139 @@
+"""Tiled attention in plain XLA: an online softmax over tiles of pages, the default on CPU.
+
+Query rows are cut into blocks of one sequence each. A group of blocks walks its keys together, one tile of
+pages at a time, for as many tiles as its longest member needs, so memory does not grow with the context and
+time follows the lengths in use, not the width of the page table.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int64, Num
+
+from jaxattn.errors import UnsupportedError
+from jaxattn.kernels import _blocks, _output
+from jaxattn.problem import AttentionProblem
+
+TILE_KEYS = 512
+BLOCK_ROWS = 64
+# Bounds the elements of K, V and scores that one step of a group of blocks holds.
+GROUP_ELEMENTS = 1 << 20
+
+
+def supports(problem: AttentionProblem) -> str | None:
+    """Return why the problem cannot be computed here, or None: this implementation takes everything."""
+    return None
+
+
+@jax.custom_jvp
+def run(problem: AttentionProblem) -> tuple[Num[Array, "T H Dv"], Float32[Array, "T H"]]:
+    """Compute attention tile by tile. Shapes and edge rules are those of `jaxattn.kernels`.
+
+    Raises:
+        UnsupportedError: differentiated; the number of tiles is only known at run time.
+    """
+    if _output.is_empty(problem):
+        return _output.neutral(problem)
+    # One row a block and one block a group: a row's operations then have the same shapes in every batch.
+    block_rows = 1 if problem.batch_invariant else min(problem.max_seqlen_q, BLOCK_ROWS)
+    tile_pages = min(-(-TILE_KEYS // problem.page_size), problem.page_table.shape[1])
+    first_block, sequence, first_row = _cut_rows(problem, block_rows)
+    group = 1 if problem.batch_invariant else _group_size(problem, block_rows, tile_pages, len(sequence))
+
+    groups = -(-len(sequence) // group)
+    padding = groups * group - len(sequence)
+    sequence = jnp.pad(sequence, (0, padding)).reshape(groups, group)
+    first_row = jnp.pad(first_row, (0, padding), constant_values=problem.max_seqlen_q).reshape(groups, group)
+
+    def attend(block):
+        rows = _blocks.query_rows(problem, *block, block_rows)
+        return _attend_rows(problem, rows, tile_pages)
+
+    if groups == 1:
+        out, lse = attend((sequence[0], first_row[0]))
+    else:
+        out, lse = jax.lax.map(attend, (sequence, first_row))
+        out, lse = (values.reshape(groups * group, *values.shape[2:]) for values in (out, lse))
+    return _output.to_tokens(problem, first_block, out, lse)
+
+
+@run.defjvp
+def _refuse_derivative(primals, tangents):
+    raise UnsupportedError(
+        "implementation='xla' has no derivative; differentiate implementation='reference', which is dense"
+    )
+
+
+def _cut_rows(
+    problem: AttentionProblem, block_rows: int
+) -> tuple[Int64[Array, "S"], Int64[Array, "B"], Int64[Array, "B"]]:
+    """Cut each sequence's rows into blocks: first block of a sequence, sequence and first row of a block."""
+    sequences = problem.seqused_k.shape[0]
+    if problem.max_seqlen_q <= block_rows:
+        sequence = jnp.arange(sequences, dtype=jnp.int64)
+        return sequence, sequence, jnp.zeros_like(sequence)
+    tokens = problem.q.shape[0]
+    q_len = jnp.minimum(jnp.diff(problem.cu_seqlens_q), problem.max_seqlen_q)
+    count = -(-q_len // block_rows)
+    end = jnp.cumsum(count)
+    first_block = end - count
+    block = jnp.arange(tokens // block_rows + min(sequences, tokens), dtype=jnp.int64)
+    sequence = jnp.searchsorted(end, block, side="right").astype(jnp.int64)
+    sequence = jnp.minimum(sequence, sequences - 1)
+    return first_block, sequence, (block - first_block[sequence]) * block_rows
+
+
+def _group_size(problem: AttentionProblem, block_rows: int, tile_pages: int, blocks: int) -> int:
+    """Return how many blocks one step takes together."""
+    kv_heads, width = problem.k_cache.shape[2:]
+    per_key = kv_heads * (width + problem.v_cache.shape[3]) + problem.q.shape[1] * block_rows
+    per_block = tile_pages * problem.page_size * per_key
+    return max(1, min(blocks, GROUP_ELEMENTS // per_block))
+
+
+def _attend_rows(problem: AttentionProblem, rows: _blocks.QueryRows, tile_pages: int):
+    q = _blocks.scaled_queries(problem, rows)
+    start, stop = _blocks.key_range(problem, rows)
+    tile_keys = tile_pages * problem.page_size
+    # Cut points fixed by position make a row's bits independent of where its window starts.
+    origin_page = start // tile_keys * tile_pages if problem.batch_invariant else start // problem.page_size
+    tiles = jnp.max(-(-(stop - origin_page * problem.page_size) // tile_keys))
+
+    def step(tile, state):
+        maximum, total, weighted = state
+        keys = _blocks.gather_keys(
+            problem, rows.sequence, origin_page + tile * tile_pages, tile_pages, start, stop
+        )
+        scores = _blocks.masked_scores(problem, rows, q, keys)
+        new_maximum = jnp.maximum(maximum, scores.max(axis=-1))
+        shift = _output.finite_or_zero(new_maximum)
+        weights = jnp.exp(scores - shift[..., None])
+        rescale = jnp.exp(maximum - shift)
+        values = jnp.einsum("bkgql,blkd->bkgqd", weights, keys.v, precision=jax.lax.Precision.HIGHEST)
+        return (
+            new_maximum,
+            total * rescale + weights.sum(axis=-1),
+            weighted * rescale[..., None] + values,
+        )
+
+    shape = q.shape[:-1]
+    state = (
+        jnp.full(shape, -jnp.inf, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, problem.v_cache.shape[3]), jnp.float32),
+    )
+    state = jax.lax.fori_loop(0, tiles, step, _vary_like(state, problem))
+    return _output.finish(problem, *state)
+
+
+def _vary_like(state, problem: AttentionProblem):
+    """Mark a loop's initial state as varying over the `shard_map` axes that the problem varies over."""
+    axes = frozenset().union(*map(_varying_axes, jax.tree.leaves(problem)))
+    if not axes:
+        return state
+    return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, tuple(axes), to="varying"), state)
+
+
+def _varying_axes(leaf: Array) -> frozenset:
+    kind = jax.typeof(leaf)
+    # jax 0.11 and before call it vma.
+    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
