@@ -1,1 +1,27 @@
-"""Quantised weights: the registry of methods, Quark, MXFP4 and FP8."""
+"""Quantised weights and the configs that declare them."""
+
+from jaxattn.quantization.config import QuantizationConfig
+from jaxattn.quantization.exclude import ExcludeList
+from jaxattn.quantization.fp8 import Fp8Weight
+from jaxattn.quantization.mxfp4 import Mxfp4Weight
+from jaxattn.quantization.registry import (
+    QuantizationMethod,
+    get_method,
+    method_names,
+    register_method,
+    resolve_config,
+)
+from jaxattn.quantization.weights import QuantizedWeight
+
+__all__ = [
+    "ExcludeList",
+    "Fp8Weight",
+    "Mxfp4Weight",
+    "QuantizationConfig",
+    "QuantizationMethod",
+    "QuantizedWeight",
+    "get_method",
+    "method_names",
+    "register_method",
+    "resolve_config",
+]
