@@ -1,0 +1,333 @@
+"""Page tables: the physical page of each logical page of a sequence, built on the device.
+
+An entry of a table `[S, M]` is:
+
+* the page id, for a logical page whose slots lie in one physical page, in order, from its offset 0;
+* -1, for a logical page that holds live positions but has no page id: its first slot is -1, unlisted or
+  unmapped, or the page is not aligned. Its keys are masked out by the attention and never alias another page;
+* 0, in the tail behind the live pages.
+
+A sequence with more live pages than the table has columns gets -1 in all of them, never a truncated row.
+
+Rows that are not page-aligned. Where draft branches share a partly filled page (topk > 1 with a page size
+above 1), one logical page spans two physical pages, and no table of that page size can express the row. Build
+the table with `page_size=1`, where every slot list can be expressed, and view the cache through
+`view_pages(cache, 1)`, a reshape that copies nothing. `page_aligned` tells which rows need that, and under
+`jax.experimental.checkify` the builders raise for them.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import checkify
+from jaxtyping import Array, Bool, Int, Int64, Shaped
+
+from jaxattn.index64 import as_index, as_integer, cdiv, index64
+from jaxattn.slot_rows import PooledRows, SlotRows, slot_rows
+from jaxattn.window_pool import to_window_slots
+
+
+@index64
+def page_table_from_ragged(
+    kv_indptr: Int[Array, "S+1"],
+    kv_indices: Int[Array, "nnz"],
+    *,
+    page_size: int,
+    max_pages: int,
+    full_to_swa: Int[Array, "slots+1"] | None = None,
+    out: Int64[Array, "S M"] | None = None,
+) -> Int64[Array, "S M"]:
+    """Build the page table of ragged slot lists.
+
+    Args:
+        kv_indptr: `[S+1]`, start of each sequence's slots in `kv_indices`.
+        kv_indices: `[nnz]`, slots in token units (`page * page_size + offset`); entries behind
+            `kv_indptr[S]` are slack and never read.
+        page_size: tokens in a page.
+        max_pages: columns M of the table.
+        full_to_swa: window-pool slot of each full-pool slot, negative where unmapped; given, the table is the
+            one of the window pool.
+        out: an int64 `[S, M]` array of any content to be donated; the result takes its memory.
+
+    Returns:
+        Int64 `[S, M]`; the module's docstring says what each entry holds.
+
+    Raises:
+        ValueError: an argument has a wrong shape, or `page_size` or `max_pages` is out of range.
+        TypeError: an index array is not of an integer dtype, or `out` is not int64.
+
+    Example:
+        >>> import numpy as np
+        >>> from jaxattn.page_table import page_table_from_ragged
+        >>> slots = np.array([12, 13, 14, 15, 4, 5, 20])
+        >>> page_table_from_ragged(np.array([0, 6, 7]), slots, page_size=4, max_pages=3).tolist()
+        [[3, 1, 0], [5, 0, 0]]
+    """
+    rows = slot_rows(kv_indptr=kv_indptr, kv_indices=kv_indices)
+    return _page_table(rows, rows.lengths, page_size, max_pages, full_to_swa, out)
+
+
+@index64
+def page_table_from_req_to_token(
+    req_to_token: Int[Array, "R C"],
+    req_pool_indices: Int[Array, "S"],
+    lengths: Int[Array, "S"],
+    *,
+    page_size: int,
+    max_pages: int | None = None,
+    full_to_swa: Int[Array, "slots+1"] | None = None,
+    out: Int64[Array, "S M"] | None = None,
+) -> Int64[Array, "S M"]:
+    """Build the page table of the rows of a request pool.
+
+    Args:
+        req_to_token: `[R, C]`, slots of each pool row in token units. Any integer dtype: the address of an
+            entry is formed in 64 bits.
+        req_pool_indices: `[S]`, the pool row of each sequence; -1 marks a padding sequence.
+        lengths: `[S]`, tokens that the table must cover, with the call's own tokens.
+        page_size: tokens in a page.
+        max_pages: columns M of the table; by default `ceil(C / page_size)`, the fewest that hold any row.
+        full_to_swa: window-pool slot of each full-pool slot, negative where unmapped; given, the table is the
+            one of the window pool.
+        out: an int64 `[S, M]` array of any content to be donated; the result takes its memory.
+
+    Returns:
+        Int64 `[S, M]`; the module's docstring says what each entry holds.
+
+    Raises:
+        ValueError: an argument has a wrong shape, `page_size` is out of range, or `max_pages` is too few for
+            a row of `req_to_token`.
+        TypeError: an index array is not of an integer dtype, or `out` is not int64.
+
+    Example:
+        >>> import numpy as np
+        >>> from jaxattn.page_table import page_table_from_req_to_token
+        >>> pool = np.array([[0, 0, 0, 0], [6, 7, 2, 3]])
+        >>> page_table_from_req_to_token(pool, np.array([1]), np.array([3]), page_size=2).tolist()
+        [[3, 1]]
+    """
+    rows = slot_rows(req_to_token=req_to_token, req_pool_indices=req_pool_indices)
+    lengths = as_index(lengths, "lengths")
+    if lengths.shape != (rows.num_seqs,):
+        raise ValueError(f"lengths: expected shape [S] = [{rows.num_seqs}], got {list(lengths.shape)}")
+    max_pages = table_width(rows, page_size, max_pages)
+    lengths = jnp.where(rows.marked_live, lengths, 0)
+    return _page_table(rows, lengths, page_size, max_pages, full_to_swa, out)
+
+
+def _page_table(rows, lengths, page_size, max_pages, full_to_swa, out):
+    check_layout(page_size, max_pages)
+    if full_to_swa is not None:
+        full_to_swa = as_integer(full_to_swa, "full_to_swa")
+    if out is not None:
+        check_destination(out, rows.num_seqs, max_pages, "out")
+    return _page_table_jit(rows, lengths, full_to_swa, out, page_size=page_size, max_pages=max_pages)
+
+
+# keep_unused: the destination's content is never read, only its memory is taken.
+@functools.partial(
+    jax.jit, static_argnames=("page_size", "max_pages"), donate_argnames=("out",), keep_unused=True
+)
+def _page_table_jit(rows, lengths, full_to_swa, out, *, page_size, max_pages):
+    return build_page_table(rows, lengths, page_size, max_pages, full_to_swa)
+
+
+def build_page_table(
+    rows: SlotRows,
+    lengths: Int64[Array, "S"],
+    page_size: int,
+    max_pages: int,
+    full_to_swa: Int[Array, "slots+1"] | None = None,
+) -> Int64[Array, "S M"]:
+    """Build the table of checked `rows` for their first `lengths` positions; call it inside an `index64` scope."""
+    pages = page_count(lengths, page_size)[:, None]
+    first = jnp.arange(max_pages, dtype=jnp.int64)[None, :] * page_size
+    last = jnp.minimum(first + page_size, lengths[:, None]) - 1
+
+    def slots(position):
+        listed = rows.slots(jnp.broadcast_to(position, last.shape))
+        return listed if full_to_swa is None else to_window_slots(listed, full_to_swa)
+
+    first_slot = slots(first)
+    page = first_slot // page_size
+    if page_size > 1:
+        # A hole (-1) at the end of a page leaves the page's id known, so only two real slots can disagree.
+        last_slot = slots(last)
+        in_order = (last_slot < 0) | (last_slot - first_slot == last - first)
+        page = jnp.where((first_slot % page_size == 0) & in_order, page, -1)
+    _debug_check_rows(rows, lengths, pages[:, 0], page_size, max_pages)
+    live = first < lengths[:, None]
+    return jnp.where(live, jnp.where(pages <= max_pages, page, -1), 0)
+
+
+def _debug_check_rows(rows, lengths, pages, page_size, max_pages):
+    num_seqs = rows.num_seqs
+    sequence = jnp.arange(num_seqs, dtype=jnp.int64)
+
+    def check(bad, message):
+        first_bad = jnp.min(jnp.where(bad, sequence, num_seqs), initial=num_seqs)
+        checkify.debug_check(first_bad == num_seqs, message, sequence=first_bad)
+
+    check(
+        pages > max_pages,
+        f"sequence {{sequence}} needs more than the max_pages={max_pages} pages of {page_size} of its page-table "
+        "row; size the table for the longest context with its draft tokens",
+    )
+    check(
+        ~_page_aligned(rows, lengths, page_size, max_pages),
+        f"sequence {{sequence}} is not aligned to pages of {page_size}: the slots of one logical page span two "
+        "physical pages; build the table with page_size=1 and view the cache with view_pages(cache, 1)",
+    )
+
+
+@index64
+def page_aligned(
+    lengths: Int[Array, "S"],
+    *,
+    page_size: int,
+    kv_indptr: Int[Array, "S+1"] | None = None,
+    kv_indices: Int[Array, "nnz"] | None = None,
+    req_to_token: Int[Array, "R C"] | None = None,
+    req_pool_indices: Int[Array, "S"] | None = None,
+    max_pages: int,
+) -> Bool[Array, "S"]:
+    """Tell which sequences a table of pages of `page_size` can express, looking at every slot.
+
+    A sequence is aligned when each slot of its first `lengths` positions has the offset of its position within
+    the page and lies in the same physical page as its neighbours there. A slot of -1 agrees with any other.
+
+    Args:
+        lengths: `[S]`, positions to look at.
+        page_size: tokens in a page.
+        kv_indptr: with `kv_indices`, ragged slot lists.
+        kv_indices: see `kv_indptr`.
+        req_to_token: with `req_pool_indices`, the rows of a request pool.
+        req_pool_indices: see `req_to_token`.
+        max_pages: logical pages to look at.
+
+    Returns:
+        Bool `[S]`.
+
+    Raises:
+        ValueError: an argument has a wrong shape or is out of range.
+        TypeError: an index array is not of an integer dtype.
+
+    Example:
+        >>> import numpy as np
+        >>> from jaxattn.page_table import page_aligned
+        >>> slots = np.array([8, 9, 20, 21, 4, 5])  # the first logical page lies in pages 2 and 5
+        >>> kv_indptr = np.array([0, 4, 6])
+        >>> page_aligned(np.array([4, 2]), page_size=4, max_pages=1, kv_indptr=kv_indptr, kv_indices=slots).tolist()
+        [False, True]
+    """
+    rows = slot_rows(kv_indptr, kv_indices, req_to_token, req_pool_indices)
+    check_layout(page_size, max_pages)
+    return _page_aligned(rows, as_index(lengths, "lengths"), page_size, max_pages)
+
+
+def _page_aligned(rows, lengths, page_size, max_pages):
+    position = jnp.arange(max_pages * page_size, dtype=jnp.int64)[None, :]
+    slots = rows.slots(jnp.broadcast_to(position, (rows.num_seqs, max_pages * page_size)))
+    known = (slots >= 0) & (position < lengths[:, None])
+    by_page = (rows.num_seqs, max_pages, page_size)
+    page, known = (slots // page_size).reshape(by_page), known.reshape(by_page)
+    limit = jnp.iinfo(jnp.int64)
+    lowest = jnp.min(jnp.where(known, page, limit.max), axis=2, initial=limit.max)
+    highest = jnp.max(jnp.where(known, page, limit.min), axis=2, initial=limit.min)
+    in_place = ~known | ((slots - position) % page_size == 0).reshape(by_page)
+    return jnp.all(in_place, axis=(1, 2)) & jnp.all(lowest >= highest, axis=1)
+
+
+def page_count(lengths: Int64[Array, "..."], page_size: int) -> Int64[Array, "..."]:
+    """Count the pages that hold `lengths` tokens: `ceil(length / page_size)`, 0 for an empty sequence.
+
+    Works on Python integers, numpy arrays and, inside an `index64` scope, JAX arrays.
+
+    Example:
+        >>> import numpy as np
+        >>> from jaxattn.page_table import page_count
+        >>> page_count(np.array([100, 16, 1, 32, 0]), 16).tolist()
+        [7, 1, 1, 2, 0]
+    """
+    return cdiv(lengths, page_size) * (lengths > 0)
+
+
+def last_page_length(lengths: Int64[Array, "..."], page_size: int) -> Int64[Array, "..."]:
+    """Count the tokens in the last page of a sequence: `(length - 1) % page_size + 1`, 0 for an empty sequence.
+
+    Works on Python integers, numpy arrays and, inside an `index64` scope, JAX arrays.
+
+    Example:
+        >>> import numpy as np
+        >>> from jaxattn.page_table import last_page_length
+        >>> last_page_length(np.array([100, 16, 1, 32, 0]), 16).tolist()
+        [4, 16, 1, 16, 0]
+    """
+    return ((lengths - 1) % page_size + 1) * (lengths > 0)
+
+
+def view_pages(cache: Shaped[Array, "N P *row"], page_size: int) -> Shaped[Array, "N2 P2 *row"]:
+    """View a cache of pages of P tokens as one of smaller pages; slots keep their numbers and nothing is copied.
+
+    Args:
+        cache: `[N, P, ...]`.
+        page_size: tokens in a page of the view; must divide P.
+
+    Returns:
+        `[N * P / page_size, page_size, ...]`.
+
+    Raises:
+        ValueError: `page_size` does not divide P.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxattn.page_table import view_pages
+        >>> view_pages(jnp.zeros((3, 16, 2, 8)), 1).shape
+        (48, 1, 2, 8)
+    """
+    pages, tokens, *row = cache.shape
+    if page_size < 1 or tokens % page_size:
+        raise ValueError(f"page_size: expected a divisor of the cache's page size {tokens}, got {page_size}")
+    return cache.reshape(pages * (tokens // page_size), page_size, *row)
+
+
+def table_width(rows: SlotRows, page_size: int, max_pages: int | None) -> int:
+    """Return the columns of the table of `rows`, checked against the width of a request pool.
+
+    Raises:
+        ValueError: `max_pages` is missing for ragged rows, or too few for a row of `req_to_token`.
+    """
+    if not isinstance(rows, PooledRows):
+        if max_pages is None:
+            raise ValueError("max_pages: expected a number with kv_indptr and kv_indices, got None")
+        return max_pages
+    width = rows.req_to_token.shape[1]
+    needed = cdiv(width, max(page_size, 1))
+    if max_pages is None:
+        return needed
+    if max_pages < needed:
+        raise ValueError(
+            f"max_pages: expected at least {needed} pages of {page_size} for the {width} slots of a req_to_token "
+            f"row, got {max_pages}; raise max_pages or pass req_to_token[:, :{max_pages * page_size}]"
+        )
+    return max_pages
+
+
+def check_layout(page_size: int, max_pages: int) -> None:
+    """Raise ValueError unless `page_size` and `max_pages` are in range."""
+    if page_size < 1:
+        raise ValueError(f"page_size: expected at least 1, got {page_size}")
+    if max_pages < 0:
+        raise ValueError(f"max_pages: expected at least 0, got {max_pages}")
+
+
+def check_destination(out: jax.Array | None, num_seqs: int, max_pages: int, name: str) -> None:
+    """Raise unless `out` can be donated for an int64 table `[num_seqs, max_pages]`."""
+    expected = (num_seqs, max_pages)
+    if out is None or out.shape != expected:
+        raise ValueError(
+            f"{name}: expected shape [S, M] = {list(expected)}, got {None if out is None else list(out.shape)}"
+        )
+    if out.dtype != jnp.int64:
+        raise TypeError(f"{name}: expected an int64 array, got {out.dtype}; a table of this builder is one")
