@@ -88,9 +88,9 @@ def attention_problem(
         depths=None if ancestors is None else _depths(ancestors),
         sinks=_per_head(sinks, "sinks", heads),
         alibi_slopes=_per_head(alibi_slopes, "alibi_slopes", heads),
-        q_descale=_descale(q_descale, "q_descale", kv_heads),
-        k_descale=_descale(k_descale, "k_descale", kv_heads),
-        v_descale=_descale(v_descale, "v_descale", kv_heads),
+        q_descale=per_kv_head(q_descale, "q_descale", kv_heads),
+        k_descale=per_kv_head(k_descale, "k_descale", kv_heads),
+        v_descale=per_kv_head(v_descale, "v_descale", kv_heads),
         output_scale=_scalar(output_scale, "output_scale"),
         plan=metadata.plan,
         softmax_scale=_softmax_scale(softmax_scale, width),
@@ -189,7 +189,8 @@ def _per_head(value, name: str, heads: int) -> Float32[Array, "H"] | None:
     return array
 
 
-def _descale(value, name: str, kv_heads: int) -> Float32[Array, "K"] | None:
+def per_kv_head(value, name: str, kv_heads: int) -> Float32[Array, "K"] | None:
+    """Bring a descale, scalar or one for each KV head, into `[K]` float32; None stays None."""
     if value is None:
         return None
     array = _float_array(value, name)
