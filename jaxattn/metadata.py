@@ -1,17 +1,15 @@
 """AttentionMetadata, what one attention call must know of its batch, and one builder per forward mode."""
 
 import dataclasses
-import functools
-from typing import Any, Required, TypedDict, Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Int64, UInt64
+from jaxtyping import Array, Int, Int64, UInt64
 
 from jaxattn import query_rows
-from jaxattn.index64 import as_index, as_integer, cdiv, index64
-from jaxattn.page_table import build_page_table, check_destination, check_layout, table_width
-from jaxattn.slot_rows import RaggedRows, slot_rows
+from jaxattn.index64 import as_index, cdiv, index64
+from jaxattn.table_inputs import TableInputs, assemble, table_options
 
 
 @jax.tree_util.register_dataclass
@@ -192,40 +190,6 @@ class AttentionMetadata:
             )
 
 
-class TableInputs(TypedDict, total=False):
-    """What every builder takes for its page tables, by keyword.
-
-    Either `kv_indptr` and `kv_indices`, or `req_to_token` and `req_pool_indices`. A listed row must hold the
-    slots of `seqused_k + lookahead` tokens, this call's own tokens with them.
-
-    Attributes:
-        page_size: tokens in a page. With 1 the table holds slots, which expresses any row, page-aligned or not
-            (see `jaxattn.page_table`).
-        max_pages: columns M of the table. Needed with ragged rows; with a pool, `ceil(C / page_size)` by default.
-        kv_indptr: int `[S+1]`, start of each sequence's slots in `kv_indices`.
-        kv_indices: int `[nnz]`, slots; entries behind `kv_indptr[S]` are slack.
-        req_to_token: int `[R, C]`, slots of each row of the request pool.
-        req_pool_indices: int `[S]`, the pool row of each sequence, -1 for a padding sequence.
-        full_to_swa: int `[slots+1]`, window-pool slot of each full-pool slot, negative where unmapped; given,
-            the metadata also gets `swa_page_table`.
-        live: bool `[S]`, false for padding sequences; all are live by default.
-        lookahead: tokens that the tables cover beyond `seqused_k`, so that `advance` finds their pages. Ragged
-            rows are covered as far as they are listed in any case.
-        out: metadata of the same S and M whose tables are donated; the result's tables take their memory.
-    """
-
-    page_size: Required[int]
-    max_pages: int | None
-    kv_indptr: Int[Array, "S+1"]
-    kv_indices: Int[Array, "nnz"]
-    req_to_token: Int[Array, "R C"]
-    req_pool_indices: Int[Array, "S"]
-    full_to_swa: Int[Array, "slots+1"] | None
-    live: Bool[Array, "S"] | None
-    lookahead: int | Int[Array, ""]
-    out: AttentionMetadata | None
-
-
 @index64
 def extend_metadata(
     *,
@@ -243,7 +207,7 @@ def extend_metadata(
         seqused_k: `[S]`, prefix + new tokens.
         cu_seqlens_q: `[S+1]`, start of each sequence's query rows.
         max_seqlen_q: upper bound of the new tokens of a sequence (static).
-        **table: see `TableInputs`.
+        **table: see `jaxattn.table_inputs.TableInputs`.
 
     Raises:
         ValueError: an argument has a wrong shape or is out of range, or neither form of slot lists is complete.
@@ -271,7 +235,7 @@ def decode_metadata(*, seqused_k: Int[Array, "S"], **table: Unpack[TableInputs])
 
     Args:
         seqused_k: `[S]`, tokens in the cache with the one being decoded.
-        **table: see `TableInputs`.
+        **table: see `jaxattn.table_inputs.TableInputs`.
 
     Raises:
         ValueError: an argument has a wrong shape or is out of range, or neither form of slot lists is complete.
@@ -305,7 +269,7 @@ def target_verify_metadata(
         prefix_lens: `[S]`, committed tokens, without the draft tokens.
         num_draft_tokens: n, query rows per sequence (static).
         ancestors: `[S * n, W]`, the draft tree of each sequence; None for a chain.
-        **table: see `TableInputs`.
+        **table: see `jaxattn.table_inputs.TableInputs`.
 
     Raises:
         ValueError: an argument has a wrong shape or is out of range, neither form of slot lists is complete, or
@@ -344,7 +308,7 @@ def draft_decode_metadata(
     Args:
         prefix_lens: `[S]`, committed tokens, without any draft token.
         step: i, counted from 0; may be traced.
-        **table: see `TableInputs`.
+        **table: see `jaxattn.table_inputs.TableInputs`.
 
     Raises:
         ValueError: an argument has a wrong shape or is out of range, or neither form of slot lists is complete.
@@ -380,7 +344,7 @@ def draft_extend_metadata(
     Args:
         seqused_k: `[S]`, tokens committed before this cycle + n.
         num_draft_tokens: n, query rows per sequence (static).
-        **table: see `TableInputs`.
+        **table: see `jaxattn.table_inputs.TableInputs`.
 
     Raises:
         ValueError: an argument has a wrong shape or is out of range, neither form of slot lists is complete, or
@@ -402,7 +366,7 @@ def draft_extend_metadata(
 
 def _build(mode, lengths, added, q_len, table, cu_seqlens_q=None, ancestors=None):
     """Check the inputs of a builder and assemble its metadata; `seqused_k = lengths + added`."""
-    rows, options = _table_options(**table)
+    rows, options = table_options(**table)
     if q_len < (cu_seqlens_q is None):
         name = "max_seqlen_q" if cu_seqlens_q is not None else "num_draft_tokens"
         raise ValueError(f"{name}: expected a positive number, got {q_len}")
@@ -410,10 +374,10 @@ def _build(mode, lengths, added, q_len, table, cu_seqlens_q=None, ancestors=None
     page_size, max_pages = options["page_size"], options["max_pages"]
     if cu_seqlens_q is None and q_len > max(1, max_pages * page_size):
         raise ValueError(
-            f"max_pages: expected pages for more than the {q_len} draft tokens of a sequence, got {max_pages} of "
-            f"{page_size} tokens"
+            f"max_pages: expected at least {cdiv(q_len, page_size)} pages of {page_size} for the {q_len} draft "
+            f"tokens of a sequence, got {max_pages}"
         )
-    page_table, swa_page_table, cu_seqlens_q, seqused_k = _assemble(
+    page_table, swa_page_table, cu_seqlens_q, seqused_k = assemble(
         rows,
         lengths,
         as_index(added, "added"),
@@ -431,60 +395,6 @@ def _build(mode, lengths, added, q_len, table, cu_seqlens_q=None, ancestors=None
         page_size=page_size,
         mode=mode,
     )
-
-
-def _table_options(
-    *, page_size, max_pages=None, full_to_swa=None, live=None, lookahead=0, out=None, **slot_lists
-):
-    rows = slot_rows(**slot_lists)
-    max_pages = table_width(rows, page_size, max_pages)
-    check_layout(page_size, max_pages)
-    if live is not None:
-        live = jnp.asarray(live)
-        if live.dtype != jnp.bool_:
-            raise TypeError(f"live: expected a bool array, got {live.dtype}")
-        if live.shape != (rows.num_seqs,):
-            raise ValueError(f"live: expected shape [S] = [{rows.num_seqs}], got {list(live.shape)}")
-    if isinstance(lookahead, int) and lookahead < 0:
-        raise ValueError(f"lookahead: expected at least 0, got {lookahead}")
-    donated = []
-    if out is not None:
-        donated = [out.page_table] if full_to_swa is None else [out.page_table, out.swa_page_table]
-        for destination in donated:
-            check_destination(destination, rows.num_seqs, max_pages, "out")
-    return rows, {
-        "live": live,
-        "lookahead": as_index(lookahead, "lookahead"),
-        "full_to_swa": None if full_to_swa is None else as_integer(full_to_swa, "full_to_swa"),
-        "out": donated,
-        "page_size": page_size,
-        "max_pages": max_pages,
-    }
-
-
-# keep_unused: the content of a donated table is never read, only its memory is taken.
-@functools.partial(
-    jax.jit, static_argnames=("q_len", "page_size", "max_pages"), donate_argnames=("out",), keep_unused=True
-)
-def _assemble(
-    rows, lengths, added, cu_seqlens_q, *, live, lookahead, full_to_swa, out, q_len, page_size, max_pages
-):
-    alive = jnp.ones(rows.num_seqs, bool) if live is None else live
-    alive &= rows.marked_live
-    seqused_k = lengths + added
-    if cu_seqlens_q is None:
-        alive &= (lengths >= 0) & (seqused_k >= q_len)
-        cu_seqlens_q = query_rows.constant_cu_seqlens(alive, q_len)
-    seqused_k = query_rows.neutralise(cu_seqlens_q, jnp.where(alive, seqused_k, 0))
-    covered = seqused_k + lookahead
-    if isinstance(rows, RaggedRows):
-        covered = jnp.maximum(covered, rows.lengths)
-    covered = jnp.where(seqused_k > 0, covered, 0)
-    page_table = build_page_table(rows, covered, page_size, max_pages)
-    if full_to_swa is None:
-        return page_table, None, cu_seqlens_q, seqused_k
-    swa_page_table = build_page_table(rows, covered, page_size, max_pages, full_to_swa)
-    return page_table, swa_page_table, cu_seqlens_q, seqused_k
 
 
 def _check_ancestors(ancestors, num_tokens, num_draft_tokens):

@@ -12,8 +12,10 @@ A sequence with more live pages than the table has columns gets -1 in all of the
 Rows that are not page-aligned. Where draft branches share a partly filled page (topk > 1 with a page size
 above 1), one logical page spans two physical pages, and no table of that page size can express the row. Build
 the table with `page_size=1`, where every slot list can be expressed, and view the cache through
-`view_pages(cache, 1)`, a reshape that copies nothing. `page_aligned` tells which rows need that, and under
-`jax.experimental.checkify` the builders raise for them.
+`view_pages(cache, 1)`, a reshape that copies nothing. `page_aligned` tells which rows need that.
+
+Checked mode. `index64(checkify.checkify(build))` of `jax.experimental.checkify` reports rows that do not fit
+the table, list too few slots or are not page-aligned, with the number of the sequence; it needs the x64 scope.
 """
 
 import functools
@@ -24,8 +26,8 @@ from jax.experimental import checkify
 from jaxtyping import Array, Bool, Int, Int64, Shaped
 
 from jaxattn.index64 import as_index, as_integer, cdiv, index64
-from jaxattn.slot_rows import PooledRows, SlotRows, slot_rows
-from jaxattn.window_pool import to_window_slots
+from jaxattn.slot_rows import PooledRows, RaggedRows, SlotRows, pooled_rows, ragged_rows, slot_rows
+from jaxattn.window_pool import WindowRows
 
 
 @index64
@@ -64,7 +66,7 @@ def page_table_from_ragged(
         >>> page_table_from_ragged(np.array([0, 6, 7]), slots, page_size=4, max_pages=3).tolist()
         [[3, 1, 0], [5, 0, 0]]
     """
-    rows = slot_rows(kv_indptr=kv_indptr, kv_indices=kv_indices)
+    rows = ragged_rows(kv_indptr, kv_indices)
     return _page_table(rows, rows.lengths, page_size, max_pages, full_to_swa, out)
 
 
@@ -107,7 +109,7 @@ def page_table_from_req_to_token(
         >>> page_table_from_req_to_token(pool, np.array([1]), np.array([3]), page_size=2).tolist()
         [[3, 1]]
     """
-    rows = slot_rows(req_to_token=req_to_token, req_pool_indices=req_pool_indices)
+    rows = pooled_rows(req_to_token, req_pool_indices)
     lengths = as_index(lengths, "lengths")
     if lengths.shape != (rows.num_seqs,):
         raise ValueError(f"lengths: expected shape [S] = [{rows.num_seqs}], got {list(lengths.shape)}")
@@ -119,65 +121,62 @@ def page_table_from_req_to_token(
 def _page_table(rows, lengths, page_size, max_pages, full_to_swa, out):
     check_layout(page_size, max_pages)
     if full_to_swa is not None:
-        full_to_swa = as_integer(full_to_swa, "full_to_swa")
+        rows = WindowRows(rows, as_integer(full_to_swa, "full_to_swa"))
     if out is not None:
         check_destination(out, rows.num_seqs, max_pages, "out")
-    return _page_table_jit(rows, lengths, full_to_swa, out, page_size=page_size, max_pages=max_pages)
+    return _page_table_jit(rows, lengths, out, page_size=page_size, max_pages=max_pages)
 
 
 # keep_unused: the destination's content is never read, only its memory is taken.
 @functools.partial(
     jax.jit, static_argnames=("page_size", "max_pages"), donate_argnames=("out",), keep_unused=True
 )
-def _page_table_jit(rows, lengths, full_to_swa, out, *, page_size, max_pages):
-    return build_page_table(rows, lengths, page_size, max_pages, full_to_swa)
+def _page_table_jit(rows, lengths, out, *, page_size, max_pages):
+    debug_check_rows(rows, lengths, page_size, max_pages)
+    return build_page_table(rows, lengths, page_size, max_pages)
 
 
 def build_page_table(
-    rows: SlotRows,
-    lengths: Int64[Array, "S"],
-    page_size: int,
-    max_pages: int,
-    full_to_swa: Int[Array, "slots+1"] | None = None,
+    rows: SlotRows, lengths: Int64[Array, "S"], page_size: int, max_pages: int
 ) -> Int64[Array, "S M"]:
     """Build the table of checked `rows` for their first `lengths` positions; call it inside an `index64` scope."""
     pages = page_count(lengths, page_size)[:, None]
     first = jnp.arange(max_pages, dtype=jnp.int64)[None, :] * page_size
     last = jnp.minimum(first + page_size, lengths[:, None]) - 1
-
-    def slots(position):
-        listed = rows.slots(jnp.broadcast_to(position, last.shape))
-        return listed if full_to_swa is None else to_window_slots(listed, full_to_swa)
-
-    first_slot = slots(first)
-    page = first_slot // page_size
+    first_slot = rows.slots(jnp.broadcast_to(first, last.shape))
+    page = jnp.maximum(first_slot // page_size, -1)
     if page_size > 1:
         # A hole (-1) at the end of a page leaves the page's id known, so only two real slots can disagree.
-        last_slot = slots(last)
+        last_slot = rows.slots(last)
         in_order = (last_slot < 0) | (last_slot - first_slot == last - first)
         page = jnp.where((first_slot % page_size == 0) & in_order, page, -1)
-    _debug_check_rows(rows, lengths, pages[:, 0], page_size, max_pages)
     live = first < lengths[:, None]
     return jnp.where(live, jnp.where(pages <= max_pages, page, -1), 0)
 
 
-def _debug_check_rows(rows, lengths, pages, page_size, max_pages):
+def debug_check_rows(rows: SlotRows, lengths: Int64[Array, "S"], page_size: int, max_pages: int) -> None:
+    """Add checks by value, which do nothing unless the program is functionalised by `checkify`."""
     num_seqs = rows.num_seqs
     sequence = jnp.arange(num_seqs, dtype=jnp.int64)
 
-    def check(bad, message):
-        first_bad = jnp.min(jnp.where(bad, sequence, num_seqs), initial=num_seqs)
-        checkify.debug_check(first_bad == num_seqs, message, sequence=first_bad)
+    def check(good, message):
+        first_bad = jnp.min(jnp.where(good, num_seqs, sequence), initial=num_seqs)
+        checkify.debug_check(first_bad == num_seqs, "sequence {sequence} " + message, sequence=first_bad)
 
     check(
-        pages > max_pages,
-        f"sequence {{sequence}} needs more than the max_pages={max_pages} pages of {page_size} of its page-table "
-        "row; size the table for the longest context with its draft tokens",
+        page_count(lengths, page_size) <= max_pages,
+        f"needs more pages of {page_size} than the {max_pages} of its page-table row; size max_pages for the "
+        "longest context with its draft tokens",
     )
     check(
-        ~_page_aligned(rows, lengths, page_size, max_pages),
-        f"sequence {{sequence}} is not aligned to pages of {page_size}: the slots of one logical page span two "
-        "physical pages; build the table with page_size=1 and view the cache with view_pages(cache, 1)",
+        rows.holds(lengths),
+        "lists fewer slots than it has tokens, or lists them outside the index array; list the slots of the "
+        "call's own tokens too",
+    )
+    check(
+        _page_aligned(rows, lengths, page_size, max_pages),
+        f"is not aligned to pages of {page_size}: the slots of one logical page span two physical pages; build "
+        "the table with page_size=1 and view the cache with view_pages(cache, 1)",
     )
 
 
@@ -221,7 +220,12 @@ def page_aligned(
         >>> page_aligned(np.array([4, 2]), page_size=4, max_pages=1, kv_indptr=kv_indptr, kv_indices=slots).tolist()
         [False, True]
     """
-    rows = slot_rows(kv_indptr, kv_indices, req_to_token, req_pool_indices)
+    rows = slot_rows(
+        kv_indptr=kv_indptr,
+        kv_indices=kv_indices,
+        req_to_token=req_to_token,
+        req_pool_indices=req_pool_indices,
+    )
     check_layout(page_size, max_pages)
     return _page_aligned(rows, as_index(lengths, "lengths"), page_size, max_pages)
 
@@ -292,13 +296,13 @@ def view_pages(cache: Shaped[Array, "N P *row"], page_size: int) -> Shaped[Array
     return cache.reshape(pages * (tokens // page_size), page_size, *row)
 
 
-def table_width(rows: SlotRows, page_size: int, max_pages: int | None) -> int:
+def table_width(rows: RaggedRows | PooledRows, page_size: int, max_pages: int | None) -> int:
     """Return the columns of the table of `rows`, checked against the width of a request pool.
 
     Raises:
         ValueError: `max_pages` is missing for ragged rows, or too few for a row of `req_to_token`.
     """
-    if not isinstance(rows, PooledRows):
+    if isinstance(rows, RaggedRows):
         if max_pages is None:
             raise ValueError("max_pages: expected a number with kv_indptr and kv_indices, got None")
         return max_pages

@@ -82,7 +82,8 @@ def positions(
     """Find the position of each row: context + row, or context + depth with a tree; 0 for rows of padding."""
     _, live, context, offset = _locate(cu_seqlens_q, seqused_k, num_tokens)
     if ancestors is not None:
-        offset = jnp.sum(jax.lax.population_count(ancestors).astype(jnp.int64), axis=1) - 1
+        bits = jnp.sum(jax.lax.population_count(ancestors).astype(jnp.int64), axis=1)
+        offset = jnp.maximum(bits - 1, 0)
     return jnp.where(live, context + offset, 0)
 
 

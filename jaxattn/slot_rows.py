@@ -1,12 +1,34 @@
 """Where the slots of each sequence are listed: a ragged index list, or a request pool."""
 
 import dataclasses
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int64
 
 from jaxattn.index64 import as_index, as_integer, take_or_padding
+
+
+class SlotRows(Protocol):
+    """The slots of S sequences, by position; its methods are called inside an `index64` scope."""
+
+    @property
+    def num_seqs(self) -> int:
+        """Number of sequences."""
+
+    @property
+    def marked_live(self) -> Bool[Array, "S"]:
+        """Sequences that the rows themselves do not mark as padding."""
+
+    def slots(self, position: Int64[Array, "S X"]) -> Int64[Array, "S X"]:
+        """Slot of each position of each sequence, -1 where there is none."""
+
+    def reach(self, lengths: Int64[Array, "S"], lookahead: Int64[Array, ""]) -> Int64[Array, "S"]:
+        """Positions that a table built for `lengths` tokens can cover for `lookahead` more."""
+
+    def holds(self, lengths: Int64[Array, "S"]) -> Bool[Array, "S"]:
+        """Whether the rows list `lengths` slots, within the bounds of the index arrays."""
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +60,15 @@ class RaggedRows:
         listed = (position >= 0) & (position < self.lengths[:, None])
         return take_or_padding(self.kv_indices, jnp.where(listed, start + position, -1))
 
+    def reach(self, lengths: Int64[Array, "S"], lookahead: Int64[Array, ""]) -> Int64[Array, "S"]:
+        """All listed positions: a ragged row says itself how far it goes."""
+        return self.lengths
+
+    def holds(self, lengths: Int64[Array, "S"]) -> Bool[Array, "S"]:
+        """Whether the rows list `lengths` slots, within `kv_indices`."""
+        start, stop = self.kv_indptr[:-1], self.kv_indptr[1:]
+        return (start >= 0) & (start <= stop) & (stop <= self.kv_indices.shape[0]) & (lengths <= self.lengths)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -61,33 +92,55 @@ class PooledRows:
         """Slot of each position of each sequence, -1 outside the pool."""
         return take_or_padding(self.req_to_token, self.req_pool_indices[:, None], position)
 
+    def reach(self, lengths: Int64[Array, "S"], lookahead: Int64[Array, ""]) -> Int64[Array, "S"]:
+        """`lengths + lookahead`, as far as a pool row goes."""
+        return jnp.minimum(lengths + lookahead, self.req_to_token.shape[1])
 
-SlotRows = RaggedRows | PooledRows
+    def holds(self, lengths: Int64[Array, "S"]) -> Bool[Array, "S"]:
+        """Whether the pool has the row and its width holds `lengths` slots."""
+        pool_rows, width = self.req_to_token.shape
+        return (lengths <= 0) | ((self.req_pool_indices < pool_rows) & (lengths <= width))
 
 
-def slot_rows(kv_indptr=None, kv_indices=None, req_to_token=None, req_pool_indices=None) -> SlotRows:
-    """Check one of the two forms of slot lists and wrap it; call it inside an `index64` scope.
+def ragged_rows(kv_indptr, kv_indices) -> RaggedRows:
+    """Check ragged slot lists and wrap them; call it inside an `index64` scope.
+
+    Raises:
+        ValueError: an array has the wrong number of axes.
+        TypeError: an array is not of an integer dtype.
+    """
+    indptr, indices = as_index(kv_indptr, "kv_indptr"), as_integer(kv_indices, "kv_indices")
+    if indptr.ndim != 1 or indptr.shape[0] < 1:
+        raise ValueError(f"kv_indptr: expected shape [S+1], got {list(indptr.shape)}")
+    if indices.ndim != 1:
+        raise ValueError(f"kv_indices: expected shape [nnz], got {list(indices.shape)}")
+    return RaggedRows(indptr, indices)
+
+
+def pooled_rows(req_to_token, req_pool_indices) -> PooledRows:
+    """Check the rows of a request pool and wrap them; call it inside an `index64` scope.
+
+    Raises:
+        ValueError: an array has the wrong number of axes.
+        TypeError: an array is not of an integer dtype.
+    """
+    pool, rows = as_integer(req_to_token, "req_to_token"), as_index(req_pool_indices, "req_pool_indices")
+    if pool.ndim != 2:
+        raise ValueError(f"req_to_token: expected shape [R, C], got {list(pool.shape)}")
+    if rows.ndim != 1:
+        raise ValueError(f"req_pool_indices: expected shape [S], got {list(rows.shape)}")
+    return PooledRows(pool, rows)
+
+
+def slot_rows(
+    *, kv_indptr=None, kv_indices=None, req_to_token=None, req_pool_indices=None
+) -> RaggedRows | PooledRows:
+    """Check whichever form of slot lists is given and wrap it; call it inside an `index64` scope.
 
     Raises:
         ValueError: not exactly one form is complete, or an array has the wrong number of axes.
         TypeError: an array is not of an integer dtype.
     """
-    ragged = (kv_indptr is not None, kv_indices is not None)
-    pooled = (req_to_token is not None, req_pool_indices is not None)
-    if all(ragged) and not any(pooled):
-        indptr, indices = as_index(kv_indptr, "kv_indptr"), as_integer(kv_indices, "kv_indices")
-        if indptr.ndim != 1 or indptr.shape[0] < 1:
-            raise ValueError(f"kv_indptr: expected shape [S+1], got {list(indptr.shape)}")
-        if indices.ndim != 1:
-            raise ValueError(f"kv_indices: expected shape [nnz], got {list(indices.shape)}")
-        return RaggedRows(indptr, indices)
-    if all(pooled) and not any(ragged):
-        table, rows = as_integer(req_to_token, "req_to_token"), as_index(req_pool_indices, "req_pool_indices")
-        if table.ndim != 2:
-            raise ValueError(f"req_to_token: expected shape [R, C], got {list(table.shape)}")
-        if rows.ndim != 1:
-            raise ValueError(f"req_pool_indices: expected shape [S], got {list(rows.shape)}")
-        return PooledRows(table, rows)
     given = {
         "kv_indptr": kv_indptr,
         "kv_indices": kv_indices,
@@ -95,6 +148,10 @@ def slot_rows(kv_indptr=None, kv_indices=None, req_to_token=None, req_pool_indic
         "req_pool_indices": req_pool_indices,
     }
     names = [name for name, value in given.items() if value is not None]
+    if names == ["kv_indptr", "kv_indices"]:
+        return ragged_rows(kv_indptr, kv_indices)
+    if names == ["req_to_token", "req_pool_indices"]:
+        return pooled_rows(req_to_token, req_pool_indices)
     raise ValueError(
         "expected either kv_indptr and kv_indices, or req_to_token and req_pool_indices; "
         f"got {', '.join(names) or 'none of them'}"

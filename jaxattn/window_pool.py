@@ -1,20 +1,66 @@
 """The sliding-window pool: slot translation, and which pages a window has left behind."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int64
 
-from jaxattn.index64 import as_index, index64, take_or_padding
+from jaxattn.index64 import as_index, as_integer, index64, take_or_padding
+from jaxattn.slot_rows import SlotRows
 
 
-def to_window_slots(slots: Int64[Array, "..."], full_to_swa: Int[Array, "slots+1"]) -> Int64[Array, "..."]:
-    """Translate full-pool slots to window-pool slots; -1 for padding, unmapped and out-of-range slots.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WindowRows:
+    """The rows of the full pool, with each slot translated to the window pool."""
 
-    Call it inside an `index64` scope.
+    rows: SlotRows
+    full_to_swa: Int[Array, "slots+1"]
+
+    @property
+    def num_seqs(self) -> int:
+        """Number of sequences."""
+        return self.rows.num_seqs
+
+    def slots(self, position: Int64[Array, "S X"]) -> Int64[Array, "S X"]:
+        """Window-pool slot of each position, -1 for padding and for what is not mapped."""
+        return _translate(self.full_to_swa, self.rows.slots(position))
+
+    def holds(self, lengths: Int64[Array, "S"]) -> Bool[Array, "S"]:
+        """Whether the rows of the full pool list `lengths` slots."""
+        return self.rows.holds(lengths)
+
+
+@index64
+def to_window_slots(full_to_swa: Int[Array, "slots+1"], slots: Int[Array, "..."]) -> Int64[Array, "..."]:
+    """Translate full-pool slots to window-pool slots.
+
+    Args:
+        full_to_swa: `[slots+1]`, window-pool slot of each full-pool slot, negative where unmapped.
+        slots: full-pool slots of any shape, -1 for padding.
+
+    Returns:
+        Int64 of the shape of `slots`; -1 for padding, unmapped and out-of-range slots.
+
+    Raises:
+        TypeError: an array is not of an integer dtype.
+
+    Example:
+        >>> import numpy as np
+        >>> from jaxattn.window_pool import to_window_slots
+        >>> to_window_slots(np.array([0, 8, -1, 4, -1]), np.array([3, 2, -1])).tolist()
+        [4, -1, -1]
     """
+    return _translate_jit(as_integer(full_to_swa, "full_to_swa"), as_index(slots, "slots"))
+
+
+def _translate(full_to_swa, slots):
     return jnp.maximum(take_or_padding(full_to_swa, slots), -1)
+
+
+_translate_jit = jax.jit(_translate)
 
 
 @index64

@@ -1,0 +1,127 @@
+"""What every metadata builder takes for its page tables, and the one jitted assembly behind them all."""
+
+import functools
+from typing import TYPE_CHECKING, Any, Required, TypedDict
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jaxattn import query_rows
+from jaxattn.index64 import as_index, as_integer
+from jaxattn.page_table import (
+    build_page_table,
+    check_destination,
+    check_layout,
+    debug_check_rows,
+    table_width,
+)
+from jaxattn.slot_rows import PooledRows, RaggedRows, slot_rows
+from jaxattn.window_pool import WindowRows
+
+if TYPE_CHECKING:
+    from jaxattn.metadata import AttentionMetadata
+
+
+class TableInputs(TypedDict, total=False):
+    """What every builder takes for its page tables, by keyword.
+
+    Either `kv_indptr` and `kv_indices`, or `req_to_token` and `req_pool_indices`. A row must list the slots of
+    `seqused_k` tokens, this call's own tokens with them.
+
+    Attributes:
+        page_size: tokens in a page. With 1 the table holds slots, which expresses any row, page-aligned or not
+            (see `jaxattn.page_table`).
+        max_pages: columns M of the table. Needed with ragged rows; with a pool, `ceil(C / page_size)` by default.
+        kv_indptr: int `[S+1]`, start of each sequence's slots in `kv_indices`.
+        kv_indices: int `[nnz]`, slots; entries behind `kv_indptr[S]` are slack.
+        req_to_token: int `[R, C]`, slots of each row of the request pool.
+        req_pool_indices: int `[S]`, the pool row of each sequence, -1 for a padding sequence.
+        full_to_swa: int `[slots+1]`, window-pool slot of each full-pool slot, negative where unmapped; given,
+            the metadata also gets `swa_page_table`.
+        live: bool `[S]`, false for padding sequences; all are live by default.
+        lookahead: with a pool, tokens that the tables cover beyond `seqused_k`, as far as they go, so that
+            `advance` finds their pages; the pool must list their slots. Ragged rows are covered as far as
+            they are listed.
+        out: metadata of the same S and M whose tables are donated; the result's tables take their memory.
+    """
+
+    page_size: Required[int]
+    max_pages: int | None
+    kv_indptr: Int[Array, "S+1"]
+    kv_indices: Int[Array, "nnz"]
+    req_to_token: Int[Array, "R C"]
+    req_pool_indices: Int[Array, "S"]
+    full_to_swa: Int[Array, "slots+1"] | None
+    live: Bool[Array, "S"] | None
+    lookahead: int | Int[Array, ""]
+    out: "AttentionMetadata | None"
+
+
+def table_options(
+    *, page_size, max_pages=None, full_to_swa=None, live=None, lookahead=0, out=None, **slot_lists
+) -> tuple[RaggedRows | PooledRows, dict[str, Any]]:
+    """Check `TableInputs` and return the rows with the remaining arguments of `assemble`.
+
+    Raises:
+        ValueError: an argument has a wrong shape or is out of range, or neither form of slot lists is complete.
+        TypeError: an index array is not of an integer dtype, `live` is not bool, or `out` is not int64.
+    """
+    rows = slot_rows(**slot_lists)
+    max_pages = table_width(rows, page_size, max_pages)
+    check_layout(page_size, max_pages)
+    if live is not None:
+        live = jnp.asarray(live)
+        if live.dtype != jnp.bool_:
+            raise TypeError(f"live: expected a bool array, got {live.dtype}")
+        if live.shape != (rows.num_seqs,):
+            raise ValueError(f"live: expected shape [S] = [{rows.num_seqs}], got {list(live.shape)}")
+    if isinstance(lookahead, int) and lookahead < 0:
+        raise ValueError(f"lookahead: expected at least 0, got {lookahead}")
+    if isinstance(rows, RaggedRows) and not (isinstance(lookahead, int) and lookahead == 0):
+        raise ValueError(
+            "lookahead: expected none with kv_indptr; list the slots of the tokens to come instead"
+        )
+    donated = []
+    if out is not None:
+        donated = [out.page_table] if full_to_swa is None else [out.page_table, out.swa_page_table]
+        for destination in donated:
+            check_destination(destination, rows.num_seqs, max_pages, "out")
+    return rows, {
+        "live": live,
+        "lookahead": as_index(lookahead, "lookahead"),
+        "full_to_swa": None if full_to_swa is None else as_integer(full_to_swa, "full_to_swa"),
+        "out": donated,
+        "page_size": page_size,
+        "max_pages": max_pages,
+    }
+
+
+# keep_unused: the content of a donated table is never read, only its memory is taken.
+@functools.partial(
+    jax.jit, static_argnames=("q_len", "page_size", "max_pages"), donate_argnames=("out",), keep_unused=True
+)
+def assemble(
+    rows, lengths, added, cu_seqlens_q, *, live, lookahead, full_to_swa, out, q_len, page_size, max_pages
+):
+    """Compute `(page_table, swa_page_table, cu_seqlens_q, seqused_k)`, with `seqused_k = lengths + added`.
+
+    `cu_seqlens_q` is given, or None for `q_len` rows in every sequence.
+    """
+    alive = jnp.ones(rows.num_seqs, bool) if live is None else live
+    alive &= rows.marked_live
+    seqused_k = lengths + added
+    if cu_seqlens_q is None:
+        alive &= (lengths >= 0) & (seqused_k >= q_len)
+        cu_seqlens_q = query_rows.constant_cu_seqlens(alive, q_len)
+    seqused_k = query_rows.neutralise(cu_seqlens_q, jnp.where(alive, seqused_k, 0))
+    # Beyond the table `advance` finds no page, so the lookahead may end with it; the sequence itself may not.
+    covered = jnp.minimum(rows.reach(seqused_k, lookahead), max_pages * page_size)
+    covered = jnp.where(seqused_k > 0, jnp.maximum(seqused_k, covered), 0)
+
+    def table(rows):
+        debug_check_rows(rows, covered, page_size, max_pages)
+        return build_page_table(rows, covered, page_size, max_pages)
+
+    swa_page_table = None if full_to_swa is None else table(WindowRows(rows, full_to_swa))
+    return table(rows), swa_page_table, cu_seqlens_q, seqused_k
