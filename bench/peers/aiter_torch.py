@@ -102,7 +102,7 @@ def _measure_one(shape: Shape) -> dict:
                     qq_bias_stride_0=0, BLOCK_SIZE=p, TILE_SIZE=tile, HEAD_SIZE=d, HEAD_SIZE_PADDED=d,
                     USE_ALIBI_SLOPES=False, USE_QQ_BIAS=False, USE_SOFTCAP=False, USE_SINKS=False, SLIDING_WINDOW=0,
                     query_start_len_ptr=cu, BLOCK_Q=block_q, num_seqs=s_count, BLOCK_M=block_m, num_warps=warps,
-                    waves_per_eu=2, num_stages=stages, NUM_SEGMENTS_PER_SEQ=segments, ALL_DECODE=shape.q_len == 1,
+                    num_stages=stages, NUM_SEGMENTS_PER_SEQ=segments, ALL_DECODE=shape.q_len == 1,
                     K_WIDTH=8, **strides,
                 )  # fmt: skip
                 kernels.reduce_segments[(q.shape[0], h)](
@@ -110,14 +110,14 @@ def _measure_one(shape: Shape) -> dict:
                     num_seqs=s_count, num_query_heads=h, out_scale_ptr=None, output_stride_0=out.stride(0),
                     output_stride_1=out.stride(1), block_table_stride=table.stride(0), TILE_SIZE=tile, HEAD_SIZE=d,
                     HEAD_SIZE_PADDED=d, query_start_len_ptr=cu, BLOCK_Q=block_q, NUM_SEGMENTS_PER_SEQ=segments,
-                    num_warps=2, num_stages=1, waves_per_eu=2,
+                    num_warps=2, num_stages=1,
                 )  # fmt: skip
 
             try:
                 run(tables[0])
                 torch.cuda.synchronize()
             except Exception as refusal:
-                print(f"{shape.name} tile={tile}: {type(refusal).__name__}", file=sys.stderr)
+                print(f"{shape.name} tile={tile}: {type(refusal).__name__}: {refusal}", file=sys.stderr)
                 continue
             visible = shape.contexts[0] - shape.q_len + 1
             rows = tables[0][0, : -(-visible // p)].long()

@@ -1,0 +1,114 @@
+"""Facts of compiled machine code: registers, spills, matrix instructions, the width of each load."""
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+WORDS = {"ubyte": 1, "sbyte": 1, "ushort": 2, "sshort": 2, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
+
+
+@dataclass(frozen=True)
+class Load:
+    """A load from global memory: bytes a lane, whether it goes straight to local memory, its source line."""
+
+    width: int
+    direct: bool
+    location: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one kernel uses.
+
+    `registers` counts VGPR and AGPR together, `accumulators` the AGPR among them; `spills` names what
+    was spilled, with its count, and is empty for a kernel that keeps everything in registers.
+    """
+
+    registers: int
+    accumulators: int
+    spills: dict[str, int]
+    matrix_instructions: int
+    loads: list[Load] = field(default_factory=list)
+
+
+def located_lines(assembly: str) -> Iterator[tuple[str, str]]:
+    """Each line of code with the `file.py:12` that the debug information gives it."""
+    files = {
+        number: os.path.join(folder, name) if name else folder
+        for number, folder, name in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', assembly, re.M)
+    }
+    location, inside, frozen = "", False, False
+    for line in assembly.splitlines():
+        if "// begin inline asm" in line:
+            inside, frozen = True, False
+        elif "// end inline asm" in line:
+            inside = False
+        elif match := re.match(r"\s*\.loc\s+(\d+)\s+(\d+)", line):
+            # LLVM counts on from line to line of an inline assembly block: only its first line is true
+            if not (inside and frozen):
+                location = f"{files.get(match[1], '?')}:{match[2]}"
+            frozen = True
+        else:
+            yield line.strip(), location
+
+
+def read_amdgcn(assembly: str) -> Machine:
+    """Facts of AMD assembly; the counts come from its metadata.
+
+    `.vgpr_count` there is the total: it includes the AGPR of the unified register file.
+    """
+
+    def count(name: str) -> int:
+        return int(re.search(rf"\.{name}:\s+(\d+)", assembly)[1])
+
+    spills = {
+        "VGPR": count("vgpr_spill_count"),
+        "SGPR": count("sgpr_spill_count"),
+        "scratch bytes": count("private_segment_fixed_size"),
+    }
+    loads = []
+    for line, location in located_lines(assembly):
+        if match := re.match(r"(?:global|buffer|flat)_load_(lds_)?(\w+?)(?:_d16\w*)?\s", line):
+            loads.append(Load(WORDS[match[2]], bool(match[1]) or line.endswith(" lds"), location))
+    return Machine(
+        registers=count("vgpr_count"),
+        accumulators=count("agpr_count"),
+        spills={name: number for name, number in spills.items() if number},
+        matrix_instructions=len(re.findall(r"^\s+v_s?mfmac?_", assembly, re.M)),
+        loads=loads,
+    )
+
+
+def read_cuda(ptx: str, cubin: bytes) -> Machine:
+    """Facts of CUDA code: loads and matrix instructions of the PTX, registers and stack of the cubin."""
+    usage = resource_usage(cubin)
+    registers, stack, local = (int(re.search(rf"\b{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL"))
+    loads = []
+    for line, location in located_lines(ptx):
+        if match := re.match(r"(?:@!?%p\d+ )?ld\.global(?:\.[a-zA-Z]\w*(?:::\w+)*)*?(?:\.v(\d))?\.[busf](\d+)", line):
+            loads.append(Load(int(match[1] or 1) * int(match[2]) // 8, False, location))
+        elif match := re.match(r"(?:@!?%p\d+ )?cp\.async\.c[ag]\.shared\.global\b.*?\], (0x[0-9a-f]+|\d+)", line):
+            loads.append(Load(int(match[1], 0), True, location))
+    return Machine(
+        registers=registers,
+        accumulators=0,
+        spills={name: number for name, number in (("stack bytes", stack), ("local bytes", local)) if number},
+        matrix_instructions=len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)\b", ptx)),
+        loads=loads,
+    )
+
+
+def resource_usage(cubin: bytes) -> str:
+    """What the bundled `cuobjdump` says of a cubin's registers and memory."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    # the last line is the kernel's; the ones before it are constants that functions share
+    return text.strip().splitlines()[-1]

@@ -1,0 +1,128 @@
+"""The verdict on one compiled kernel."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from bench.audit.addresses import COUNTS, Provenance, base_name, find_narrow, index_arrays
+from bench.audit.compilation import Compiled
+from bench.audit.machine import Machine, read_amdgcn, read_cuda
+from bench.audit.mlir import Module, read_module
+from bench.audit.mlir_text import UnreadableIR
+from bench.audit.targets import Target
+
+CACHES = frozenset({"k_cache", "v_cache"})
+PRODUCTS = ("tt.dot", "tt.dot_scaled", "ttng.warp_group_dot")
+FULL_WIDTH = 16
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a kernel uses on one architecture, what is wrong with it, and what is worth knowing.
+
+    `load_bytes` is the narrowest load of K or V in bytes a lane, None for a kernel that reads neither;
+    `occupancy` counts waves per SIMD. `notes` name counts that reach 32 bits, which is safe: they are
+    lengths, never multiplied by a pool's stride.
+    """
+
+    name: str
+    arch: str
+    registers: int
+    accumulators: int
+    spills: dict[str, int]
+    shared: int
+    shared_limit: int
+    occupancy: float
+    matrix_instructions: int
+    load_bytes: int | None
+    direct_loads: bool
+    failures: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """True where nothing failed."""
+        return not self.failures
+
+
+def audit(compiled: Compiled, counts: Collection[str] = COUNTS, caches: Collection[str] = CACHES) -> Report:
+    """Audit one compiled kernel.
+
+    Args:
+        compiled: the kernel.
+        counts: arguments that hold lengths, not places; every other integer array is followed.
+        caches: arguments whose loads must be of full width.
+    """
+    target = compiled.target
+    machine = read_amdgcn(compiled.assembly) if target.is_amd else read_cuda(compiled.assembly, compiled.cubin)
+    failures = [f"spills: {number} {kind}" for kind, number in machine.spills.items()]
+    if compiled.shared > target.shared_limit:
+        failures.append(f"shared memory: {compiled.shared} bytes, {target.arch} has {target.shared_limit}")
+    notes: list[str] = []
+    loads = []
+    try:
+        before, after = read_module(compiled.ttir), read_module(compiled.ttgir)
+        failures += scalar_products(after, machine, target)
+        findings = [f for m in (before, after) for f in find_narrow(m, index_arrays(m, counts))]
+        failures += dict.fromkeys(str(finding) for finding in findings)
+        lengths = {name for name in after.arguments.values() if base_name(name) in counts}
+        notes += dict.fromkeys(str(finding) for finding in find_narrow(after, lengths))
+        lines = cache_lines(after, caches)
+        loads = [load for load in machine.loads if load.location in lines]
+        failures += narrow_loads(lines, loads)
+    except UnreadableIR as error:
+        failures.append(f"the audit cannot follow this kernel: {error}")
+    return Report(
+        name=compiled.name,
+        arch=target.arch,
+        registers=machine.registers,
+        accumulators=machine.accumulators,
+        spills=machine.spills,
+        shared=compiled.shared,
+        shared_limit=target.shared_limit,
+        occupancy=target.occupancy(machine.registers, compiled.shared, compiled.num_warps),
+        matrix_instructions=machine.matrix_instructions,
+        load_bytes=min((load.width for load in loads), default=None),
+        direct_loads=bool(loads) and all(load.direct for load in loads),
+        failures=tuple(failures),
+        notes=tuple(notes),
+    )
+
+
+def scalar_products(module: Module, machine: Machine, target: Target) -> list[str]:
+    """Products of tiles that the matrix unit does not compute."""
+    products = [operation for operation in module.operations if operation.name in PRODUCTS]
+    failures = [
+        f"{operation.location}: a product of tiles without matrix instructions"
+        for operation in products
+        if not uses_layout(module, module.types[operation.results[0]], target.matrix_layout)
+    ]
+    if products and not machine.matrix_instructions:
+        failures.append("no matrix instruction in the machine code")
+    return list(dict.fromkeys(failures))
+
+
+def uses_layout(module: Module, type_text: str, layout: str) -> bool:
+    """Whether a tensor type's layout, which is printed as an alias, is of the kind `layout`."""
+    alias = type_text.rstrip(">").rpartition(", ")[2]
+    return layout in module.aliases.get(alias, alias)
+
+
+def cache_lines(module: Module, caches: Collection[str]) -> set[str]:
+    """Source lines that read an argument named in `caches`."""
+    provenance = Provenance(module)
+    return {
+        operation.location
+        for operation, pointer in provenance.reads_of_memory()
+        if any(base_name(root) in caches for root in provenance.roots(pointer))
+    }
+
+
+def narrow_loads(lines: Collection[str], loads) -> list[str]:
+    """Loads of K and V that move less than 16 bytes a lane without going straight to local memory."""
+    missing = [f"{line}: no load of K or V found in the machine code" for line in sorted(lines - {x.location for x in loads})]
+    narrow = [
+        f"{load.location}: K or V is loaded {load.width} bytes a lane, not {FULL_WIDTH}"
+        for load in loads
+        if load.width < FULL_WIDTH and not load.direct
+    ]
+    return missing + list(dict.fromkeys(narrow))
