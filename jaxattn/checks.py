@@ -172,7 +172,7 @@ def _depths(ancestors: UInt64[Array, "T W"]) -> Int32[Array, "T"]:
 
 
 def _float_array(value, name: str) -> Array:
-    dtype = getattr(value, "dtype", np.asarray(value).dtype)
+    dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
     if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
         raise TypeError(f"{name}: expected float32 values, got {dtype}")
     return jnp.asarray(value, dtype=jnp.float32)
