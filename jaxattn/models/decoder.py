@@ -1,0 +1,191 @@
+"""A decoder over a paged cache: its weights as a pytree and one pure forward function.
+
+One computation serves the Llama family and Gemma 3; what differs between them is data in `DecoderConfig`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from jaxattn.kv_cache import PagedKVCache
+from jaxattn.metadata import AttentionMetadata
+from jaxattn.models.checkpoint import NamedTensors
+from jaxattn.models.config import DecoderConfig
+from jaxattn.models.layers import Weight, cached_attention, linear, rms_norm, rotate, rotation
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerWeights:
+    """Weights of one layer; linear ones are `[out, in]`, norms are in float32."""
+
+    attention_norm: Float32[Array, "E"]
+    q: Weight
+    k: Weight
+    v: Weight
+    o: Weight
+    mlp_norm: Float32[Array, "E"]
+    gate: Weight
+    up: Weight
+    down: Weight
+    q_norm: Float32[Array, "D"] | None = None
+    k_norm: Float32[Array, "D"] | None = None
+    q_bias: Float[Array, "H*D"] | None = None
+    k_bias: Float[Array, "K*D"] | None = None
+    v_bias: Float[Array, "K*D"] | None = None
+    post_attention_norm: Float32[Array, "E"] | None = None
+    post_mlp_norm: Float32[Array, "E"] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderWeights:
+    """Weights of a decoder; `head` is None where it is tied to the embedding."""
+
+    embedding: Float[Array, "V E"]
+    layers: tuple[LayerWeights, ...]
+    final_norm: Float32[Array, "E"]
+    head: Weight | None = None
+
+
+def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of each weight that a layer of `config` has, by its name in `LayerWeights`."""
+    width, inner = config.hidden_size, config.intermediate_size
+    q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "attention_norm": (width,),
+        "q": (q_width, width),
+        "k": (kv_width, width),
+        "v": (kv_width, width),
+        "o": (width, q_width),
+        "mlp_norm": (width,),
+        "gate": (inner, width),
+        "up": (inner, width),
+        "down": (width, inner),
+    }
+    if config.qk_norm:
+        shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
+    if config.qkv_bias:
+        shapes |= {"q_bias": (q_width,), "k_bias": (kv_width,), "v_bias": (kv_width,)}
+    if config.post_norms:
+        shapes |= {"post_attention_norm": (width,), "post_mlp_norm": (width,)}
+    return shapes
+
+
+def load_weights(
+    config: DecoderConfig, tensors: NamedTensors, dtype, loaded: Callable[[int], None] = lambda count: None
+) -> DecoderWeights:
+    """Read the weights of `config` into device arrays, one tensor at a time.
+
+    Args:
+        config: what the checkpoint's header declares.
+        tensors: the checkpoint.
+        dtype: of the matrices and biases; norms are float32.
+        loaded: called with the number of elements of each tensor that has been read.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape than `config` says.
+    """
+
+    def read(name: str, shape: tuple[int, ...], layer: int | None = None):
+        host = tensors.read(name, shape, layer)
+        loaded(host.size)
+        return jnp.asarray(host, dtype=jnp.float32 if name.endswith("norm") else dtype)
+
+    shapes = layer_shapes(config)
+    vocabulary = (config.vocab_size, config.hidden_size)
+    return DecoderWeights(
+        embedding=read("embedding", vocabulary),
+        layers=tuple(
+            LayerWeights(**{name: read(name, shape, i) for name, shape in shapes.items()})
+            for i in range(config.num_layers)
+        ),
+        final_norm=read("final_norm", (config.hidden_size,)),
+        head=None if config.tied_head else read("head", vocabulary),
+    )
+
+
+def forward(
+    config: DecoderConfig,
+    weights: DecoderWeights,
+    tokens: Int[Array, "T"],
+    cache: PagedKVCache,
+    metadata: AttentionMetadata,
+    **options: Any,
+) -> tuple[Float[Array, "T E"], PagedKVCache]:
+    """Hidden states of this call's tokens after the final norm, and the cache with their keys and values.
+
+    Args:
+        config: static.
+        weights: of `config`; their dtype is the dtype of the computation.
+        tokens: token ids of the query rows that `metadata` describes; rows of padding may hold any id.
+        cache: donate it.
+        metadata: the batch, in any forward mode. Where `cache.window_layers` is not empty it needs the tables of
+            the window pool.
+        **options: further arguments of `unified_attention`: `implementation`, `batch_invariant`, `config`.
+    """
+    num_tokens = tokens.shape[0]
+    positions = metadata.positions(num_tokens)
+    rotations = {
+        rope: rotation(positions, jnp.asarray(rope.inverse_frequencies()))
+        for rope in {layer.rope for layer in config.layers}
+    }
+    pools = {False: metadata} | ({True: metadata.for_window_pool()} if cache.window_layers else {})
+    slots = {in_window: pool.slots(num_tokens) for in_window, pool in pools.items()}
+
+    x = weights.embedding[tokens]
+    x = x * jnp.asarray(config.embedding_scale, x.dtype)
+    for i, (layer, w) in enumerate(zip(config.layers, weights.layers, strict=True)):
+        in_window = i in cache.window_layers
+        q, k, v = _qkv(config, w, rms_norm(x, w.attention_norm, config.rms_norm_eps))
+        out, cache = cached_attention(
+            rotate(q, *rotations[layer.rope]),
+            rotate(k, *rotations[layer.rope]),
+            v,
+            cache,
+            i,
+            pools[in_window],
+            slots[in_window],
+            softmax_scale=config.softmax_scale,
+            sliding_window=layer.sliding_window,
+            **options,
+        )
+        out = linear(out.reshape(num_tokens, -1), w.o)
+        x = x + _post_norm(out, w.post_attention_norm, config.rms_norm_eps)
+        out = _mlp(config, w, rms_norm(x, w.mlp_norm, config.rms_norm_eps))
+        x = x + _post_norm(out, w.post_mlp_norm, config.rms_norm_eps)
+    return rms_norm(x, weights.final_norm, config.rms_norm_eps), cache
+
+
+def logits(weights: DecoderWeights, hidden: Float[Array, "rows E"]) -> Float32[Array, "rows V"]:
+    """Scores of the next token from rows of `forward`'s hidden states, in float32."""
+    head = weights.embedding if weights.head is None else weights.head
+    return linear(hidden, head, out_dtype=jnp.float32)
+
+
+def _qkv(config: DecoderConfig, w: LayerWeights, x: Float[Array, "T E"]):
+    q, k, v = (
+        linear(x, weight, bias).reshape(x.shape[0], -1, config.head_dim)
+        for weight, bias in ((w.q, w.q_bias), (w.k, w.k_bias), (w.v, w.v_bias))
+    )
+    if config.qk_norm:
+        q, k = rms_norm(q, w.q_norm, config.rms_norm_eps), rms_norm(k, w.k_norm, config.rms_norm_eps)
+    return q, k, v
+
+
+def _mlp(config: DecoderConfig, w: LayerWeights, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    return linear(ACTIVATIONS[config.activation](linear(x, w.gate)) * linear(x, w.up), w.down)
+
+
+def _post_norm(x: Float[Array, "T E"], weight: Float32[Array, "E"] | None, eps: float) -> Float[Array, "T E"]:
+    return x if weight is None else rms_norm(x, weight, eps)

@@ -1,0 +1,130 @@
+"""The layers that decoder models share: plain functions of arrays and weights."""
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int64, Num
+
+from jaxattn.attention import unified_attention
+from jaxattn.kv_cache import PagedKVCache
+from jaxattn.metadata import AttentionMetadata
+
+
+class MatmulWeight(Protocol):
+    """A weight that is no plain array, such as a quantised one; a registered pytree."""
+
+    def matmul(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+        """`x @ weight.T` in the dtype of `x`."""
+
+
+Weight = Float[Array, "O I"] | MatmulWeight
+
+
+def linear(
+    x: Float[Array, "... I"], weight: Weight, bias: Float[Array, "O"] | None = None, *, out_dtype=None
+) -> Float[Array, "... O"]:
+    """`x @ weight.T + bias`, accumulated in float32.
+
+    Args:
+        x: rows of the input width.
+        weight: `[out, in]`, or a quantised weight that brings its own `matmul`.
+        bias: `[out]`.
+        out_dtype: of the result; the dtype of `x` by default.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxattn.models.layers import linear
+        >>> linear(jnp.ones((1, 2)), jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])).tolist()
+        [[3.0, 7.0, 11.0]]
+    """
+    if isinstance(weight, jax.Array):
+        contract = (((x.ndim - 1,), (1,)), ((), ()))
+        out = jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32)
+    else:
+        out = weight.matmul(x)
+    if bias is not None:
+        out = out + bias
+    return out.astype(x.dtype if out_dtype is None else out_dtype)
+
+
+def rms_norm(x: Float[Array, "... E"], weight: Float32[Array, "E"], eps: float) -> Float[Array, "... E"]:
+    """`x / rms(x) * weight` along the last axis, computed in float32, in the dtype of `x`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxattn.models.layers import rms_norm
+        >>> rms_norm(jnp.array([3.0, 3.0]), jnp.array([1.0, 2.0]), eps=0.0).tolist()
+        [1.0, 2.0]
+    """
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + jnp.float32(eps))
+    return (wide * scale * weight).astype(x.dtype)
+
+
+def rotation(
+    positions: Int64[Array, "T"], inverse_frequencies: Float32[Array, "half"]
+) -> tuple[Float32[Array, "T half"], Float32[Array, "T half"]]:
+    """Cosine and sine of each position's rotary angles."""
+    angles = positions.astype(jnp.float32)[:, None] * inverse_frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(
+    x: Float[Array, "T heads D"], cos: Float32[Array, "T half"], sin: Float32[Array, "T half"]
+) -> Float[Array, "T heads D"]:
+    """Rotary embedding in the half-split order, on the first `2 * half` of each head; the rest passes.
+
+    Element `j` turns with element `j + half`. Formula: https://arxiv.org/abs/2104.09864, section 3.4.2.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxattn.models.layers import rotate
+        >>> quarter_turn = jnp.array([[0.0]]), jnp.array([[1.0]])
+        >>> rotate(jnp.array([[[1.0, 2.0, 5.0]]]), *quarter_turn).tolist()
+        [[[-2.0, 1.0, 5.0]]]
+    """
+    half = cos.shape[-1]
+    first, second = (x[..., i * half : (i + 1) * half].astype(jnp.float32) for i in range(2))
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*(t.astype(x.dtype) for t in turned), x[..., 2 * half :]], axis=-1)
+
+
+def cached_attention(
+    q: Num[Array, "T H D"],
+    k: Num[Array, "T K D"],
+    v: Num[Array, "T K Dv"],
+    cache: PagedKVCache,
+    layer: int,
+    metadata: AttentionMetadata,
+    slots: Int64[Array, "T"],
+    **options: Any,
+) -> tuple[Num[Array, "T H Dv"], PagedKVCache]:
+    """Write this call's keys and values to their slots, then attend from its queries to the whole cache.
+
+    Args:
+        q: query rows, rotated.
+        k: keys of the same rows, rotated.
+        v: values of the same rows.
+        cache: the cache of all layers.
+        layer: the layer whose pages are written and read.
+        metadata: the batch, with the page tables of the pool that this layer's pages live in.
+        slots: `metadata.slots(T)`, computed once for all layers of a pool.
+        **options: further arguments of `unified_attention`.
+
+    Returns:
+        The attention output in the dtype of `q`, and the cache.
+    """
+    cache = cache.write(layer, k, v, slots)
+    out = unified_attention(
+        q,
+        cache.k[layer],
+        cache.v[layer],
+        metadata,
+        k_descale=cache.k_descale[layer],
+        v_descale=cache.v_descale[layer],
+        out_dtype=q.dtype,
+        **options,
+    )
+    return out, cache
