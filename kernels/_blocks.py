@@ -78,8 +78,7 @@ def key_range(problem: AttentionProblem, rows: QueryRows) -> tuple[Int64[Array, 
     stop = jnp.where(rows.live.any(axis=1), jnp.maximum(stop, 0), 0)
     start = jnp.zeros_like(stop)
     if problem.sliding_window is not None:
-        # A tree row sits at or after the context, so its window starts at or after that of the context.
-        first_position = rows.context if problem.ancestors is not None else rows.index[:, 0]
+        first_position = jnp.min(jnp.where(rows.live, rows.position, jnp.iinfo(jnp.int64).max), axis=1)
         start = jnp.clip(first_position - problem.sliding_window + 1, 0, stop)
     return start, stop
 
@@ -103,6 +102,9 @@ def gather_keys(
     offsets = jnp.arange(page_size, dtype=jnp.int64)
     key = (logical[..., None] * page_size + offsets).reshape(len(sequence), -1)  # [B, L]
     live = (key >= start[:, None]) & (key < stop[:, None]) & jnp.repeat(mapped, page_size, axis=1)
+
+    # Otherwise XLA's CPU fusion works both out again for every element that it gathers.
+    live, physical = jax.lax.optimization_barrier((live, physical))
 
     def gather(cache):
         values = cache.at[physical].get(mode="promise_in_bounds")  # [B, pages, P, K, width]
@@ -138,7 +140,13 @@ def masked_scores(
     problem: AttentionProblem, rows: QueryRows, q: Float32[Array, "B K G Q D"], tile: KeyTile
 ) -> Float32[Array, "B K G Q L"]:
     """Score each query row against each key of the tile; `-inf` where the row does not see the key."""
-    scores = jnp.einsum("bkgqd,blkd->bkgql", q, tile.k, precision=jax.lax.Precision.HIGHEST)
+    rows_of_head = q.reshape(*q.shape[:2], -1, q.shape[4])  # [B, K, G*Q, D]
+    # Keys on the left: XLA's CPU product is faster that way round.
+    contract_d_for_each_head = (((3,), (3,)), ((0, 2), (0, 1)))
+    scores = jax.lax.dot_general(
+        tile.k, rows_of_head, contract_d_for_each_head, precision=jax.lax.Precision.HIGHEST
+    )  # [B, K, L, G*Q]
+    scores = scores.swapaxes(2, 3).reshape(*q.shape[:4], -1)
     if problem.softcap is not None:
         cap = jnp.float32(problem.softcap)
         scores = cap * jnp.tanh(scores / cap)

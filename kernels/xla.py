@@ -5,6 +5,8 @@ pages at a time, for as many tiles as its longest member needs, so memory does n
 time follows the lengths in use, not the width of the page table.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int64, Num
@@ -13,10 +15,12 @@ from jaxattn.errors import UnsupportedError
 from jaxattn.kernels import _blocks, _output
 from jaxattn.problem import AttentionProblem
 
-TILE_KEYS = 512
 BLOCK_ROWS = 64
+# Wide tiles first, narrow ones for the rest. Many rows to a block make narrow tiles wide enough.
+TILE_KEYS = (1024, 256)
+NARROW_FROM_ROWS = 8
 # Bounds the elements of K, V and scores that one step of a group of blocks holds.
-GROUP_ELEMENTS = 1 << 20
+GROUP_ELEMENTS = 1 << 22
 
 
 def supports(problem: AttentionProblem) -> str | None:
@@ -35,9 +39,9 @@ def run(problem: AttentionProblem) -> tuple[Num[Array, "T H Dv"], Float32[Array,
         return _output.neutral(problem)
     # One row a block and one block a group: a row's operations then have the same shapes in every batch.
     block_rows = 1 if problem.batch_invariant else min(problem.max_seqlen_q, BLOCK_ROWS)
-    tile_pages = min(-(-TILE_KEYS // problem.page_size), problem.page_table.shape[1])
+    tiles = _tile_pages(problem, block_rows)
     first_block, sequence, first_row = _cut_rows(problem, block_rows)
-    group = 1 if problem.batch_invariant else _group_size(problem, block_rows, tile_pages, len(sequence))
+    group = 1 if problem.batch_invariant else _group_size(problem, block_rows, tiles[0], len(sequence))
 
     groups = -(-len(sequence) // group)
     padding = groups * group - len(sequence)
@@ -46,7 +50,7 @@ def run(problem: AttentionProblem) -> tuple[Num[Array, "T H Dv"], Float32[Array,
 
     def attend(block):
         rows = _blocks.query_rows(problem, *block, block_rows)
-        return _attend_rows(problem, rows, tile_pages)
+        return _attend_rows(problem, rows, tiles)
 
     if groups == 1:
         out, lse = attend((sequence[0], first_row[0]))
@@ -90,18 +94,23 @@ def _group_size(problem: AttentionProblem, block_rows: int, tile_pages: int, blo
     return max(1, min(blocks, GROUP_ELEMENTS // per_block))
 
 
-def _attend_rows(problem: AttentionProblem, rows: _blocks.QueryRows, tile_pages: int):
+def _tile_pages(problem: AttentionProblem, block_rows: int) -> tuple[int, ...]:
+    """Return the tile sizes to walk the keys with, in pages, widest first."""
+    keys = TILE_KEYS if block_rows < NARROW_FROM_ROWS else TILE_KEYS[-1:]
+    width = problem.page_table.shape[1]
+    return tuple(dict.fromkeys(min(-(-size // problem.page_size), width) for size in keys))
+
+
+def _attend_rows(problem: AttentionProblem, rows: _blocks.QueryRows, tiles: tuple[int, ...]):
     q = _blocks.scaled_queries(problem, rows)
     start, stop = _blocks.key_range(problem, rows)
-    tile_keys = tile_pages * problem.page_size
-    # Cut points fixed by position make a row's bits independent of where its window starts.
-    origin_page = start // tile_keys * tile_pages if problem.batch_invariant else start // problem.page_size
-    tiles = jnp.max(-(-(stop - origin_page * problem.page_size) // tile_keys))
+    page = start // problem.page_size
+    pages = jnp.max(-(-stop // problem.page_size) - page)
 
-    def step(tile, state):
+    def step(tile, state, *, first_page, tile_pages):
         maximum, total, weighted = state
         keys = _blocks.gather_keys(
-            problem, rows.sequence, origin_page + tile * tile_pages, tile_pages, start, stop
+            problem, rows.sequence, first_page + tile * tile_pages, tile_pages, start, stop
         )
         scores = _blocks.masked_scores(problem, rows, q, keys)
         new_maximum = jnp.maximum(maximum, scores.max(axis=-1))
@@ -121,7 +130,13 @@ def _attend_rows(problem: AttentionProblem, rows: _blocks.QueryRows, tile_pages:
         jnp.zeros(shape, jnp.float32),
         jnp.zeros((*shape, problem.v_cache.shape[3]), jnp.float32),
     )
-    state = jax.lax.fori_loop(0, tiles, step, _vary_like(state, problem))
+    state = _vary_like(state, problem)
+    for tile_pages in tiles:
+        last = tile_pages == tiles[-1]
+        count = -(-pages // tile_pages) if last else pages // tile_pages
+        walk = functools.partial(step, first_page=page, tile_pages=tile_pages)
+        state = jax.lax.fori_loop(0, count, walk, state)
+        page, pages = page + count * tile_pages, pages - count * tile_pages
     return _output.finish(problem, *state)
 
 
