@@ -1,12 +1,12 @@
 """Trace-time validation: from the arguments of `unified_attention` to an `AttentionProblem`."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32, UInt64
+from jaxtyping import Array, Float32, UInt64
 
 from jaxattn.index64 import as_index
 from jaxattn.problem import AttentionProblem
+from jaxattn.tree import depths
 
 STORED_DTYPES = (
     "float32",
@@ -85,7 +85,7 @@ def attention_problem(
         cu_seqlens_q=cu_seqlens_q,
         seqused_k=seqused_k,
         ancestors=ancestors,
-        depths=None if ancestors is None else _depths(ancestors),
+        depths=None if ancestors is None else depths(ancestors),
         sinks=_per_head(sinks, "sinks", heads),
         alibi_slopes=_per_head(alibi_slopes, "alibi_slopes", heads),
         q_descale=per_kv_head(q_descale, "q_descale", kv_heads),
@@ -162,13 +162,6 @@ def _ancestors(ancestors, tokens: int, max_seqlen_q: int, causal: bool) -> UInt6
     if not causal:
         raise ValueError("causal: expected True with a draft tree (metadata.ancestors), got False")
     return jnp.asarray(ancestors)
-
-
-@jax.jit
-def _depths(ancestors: UInt64[Array, "T W"]) -> Int32[Array, "T"]:
-    ones = jax.lax.population_count(ancestors).astype(jnp.int32)
-    # A padding row may hold no bit at all.
-    return jnp.maximum(ones.sum(axis=1, dtype=jnp.int32) - 1, 0)
 
 
 def _float_array(value, name: str) -> Array:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int64
 
+from jaxattn.index64 import take_or_padding
 from jaxattn.problem import AttentionProblem
 
 
@@ -93,10 +94,9 @@ def gather_keys(
 ) -> KeyTile:
     """Gather `pages` logical pages from `first_page` on; keys outside `[start, stop)` are dead."""
     num_pages, page_size, num_kv_heads, _ = problem.k_cache.shape
-    width = problem.page_table.shape[1]
     logical = first_page[:, None] + jnp.arange(pages, dtype=jnp.int64)  # [B, pages]
-    physical = problem.page_table[sequence[:, None], jnp.minimum(logical, width - 1)]
-    mapped = (logical < width) & (physical >= 0) & (physical < num_pages)
+    physical = take_or_padding(problem.page_table, sequence[:, None], logical)
+    mapped = (physical >= 0) & (physical < num_pages)
     physical = jnp.where(mapped, physical, 0)
 
     offsets = jnp.arange(page_size, dtype=jnp.int64)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int64, Num
 
 from jaxattn.errors import UnsupportedError
+from jaxattn.index64 import cdiv
 from jaxattn.kernels import _blocks, _output
 from jaxattn.problem import AttentionProblem
 
@@ -43,7 +44,7 @@ def run(problem: AttentionProblem) -> tuple[Num[Array, "T H Dv"], Float32[Array,
     first_block, sequence, first_row = _cut_rows(problem, block_rows)
     group = 1 if problem.batch_invariant else _group_size(problem, block_rows, tiles[0], len(sequence))
 
-    groups = -(-len(sequence) // group)
+    groups = cdiv(len(sequence), group)
     padding = groups * group - len(sequence)
     sequence = jnp.pad(sequence, (0, padding)).reshape(groups, group)
     first_row = jnp.pad(first_row, (0, padding), constant_values=problem.max_seqlen_q).reshape(groups, group)
@@ -77,7 +78,7 @@ def _cut_rows(
         return sequence, sequence, jnp.zeros_like(sequence)
     tokens = problem.q.shape[0]
     q_len = jnp.minimum(jnp.diff(problem.cu_seqlens_q), problem.max_seqlen_q)
-    count = -(-q_len // block_rows)
+    count = cdiv(q_len, block_rows)
     end = jnp.cumsum(count)
     first_block = end - count
     block = jnp.arange(tokens // block_rows + min(sequences, tokens), dtype=jnp.int64)
@@ -98,14 +99,14 @@ def _tile_pages(problem: AttentionProblem, block_rows: int) -> tuple[int, ...]:
     """Return the tile sizes to walk the keys with, in pages, widest first."""
     keys = TILE_KEYS if block_rows < NARROW_FROM_ROWS else TILE_KEYS[-1:]
     width = problem.page_table.shape[1]
-    return tuple(dict.fromkeys(min(-(-size // problem.page_size), width) for size in keys))
+    return tuple(dict.fromkeys(min(cdiv(size, problem.page_size), width) for size in keys))
 
 
 def _attend_rows(problem: AttentionProblem, rows: _blocks.QueryRows, tiles: tuple[int, ...]):
     q = _blocks.scaled_queries(problem, rows)
     start, stop = _blocks.key_range(problem, rows)
     page = start // problem.page_size
-    pages = jnp.max(-(-stop // problem.page_size) - page)
+    pages = jnp.max(cdiv(stop, problem.page_size) - page)
 
     def step(tile, state, *, first_page, tile_pages):
         maximum, total, weighted = state
@@ -133,7 +134,7 @@ def _attend_rows(problem: AttentionProblem, rows: _blocks.QueryRows, tiles: tupl
     state = _vary_like(state, problem)
     for tile_pages in tiles:
         last = tile_pages == tiles[-1]
-        count = -(-pages // tile_pages) if last else pages // tile_pages
+        count = cdiv(pages, tile_pages) if last else pages // tile_pages
         walk = functools.partial(step, first_page=page, tile_pages=tile_pages)
         state = jax.lax.fori_loop(0, count, walk, state)
         page, pages = page + count * tile_pages, pages - count * tile_pages
