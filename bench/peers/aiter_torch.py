@@ -102,7 +102,7 @@ def _measure_one(shape: Shape) -> dict:
                     qq_bias_stride_0=0, BLOCK_SIZE=p, TILE_SIZE=tile, HEAD_SIZE=d, HEAD_SIZE_PADDED=d,
                     USE_ALIBI_SLOPES=False, USE_QQ_BIAS=False, USE_SOFTCAP=False, USE_SINKS=False, SLIDING_WINDOW=0,
                     query_start_len_ptr=cu, BLOCK_Q=block_q, num_seqs=s_count, BLOCK_M=block_m, num_warps=warps,
-                    num_stages=stages, NUM_SEGMENTS_PER_SEQ=segments, ALL_DECODE=shape.q_len == 1,
+                    waves_per_eu=2, num_stages=stages, NUM_SEGMENTS_PER_SEQ=segments, ALL_DECODE=shape.q_len == 1,
                     K_WIDTH=8, **strides,
                 )  # fmt: skip
                 kernels.reduce_segments[(q.shape[0], h)](
