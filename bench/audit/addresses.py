@@ -1,7 +1,7 @@
 """Follow page and slot ids through a kernel's IR: none may reach arithmetic or an offset of 32 bits."""
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
 from bench.audit.mlir import VALUE, Module, Operation
@@ -28,7 +28,8 @@ class Finding:
     uses: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.location or 'unknown line'}: an id from {self.array} reaches {', '.join(self.uses)}"
+        what = "the program's number" if self.array == PROGRAM_ID else f"an id from {self.array}"
+        return f"{self.location or 'unknown line'}: {what} reaches {', '.join(self.uses)}"
 
 
 def base_name(argument: str) -> str:
@@ -36,9 +37,9 @@ def base_name(argument: str) -> str:
     return argument.removesuffix("_ptr")
 
 
-def index_arrays(module: Module, counts: frozenset[str] = COUNTS) -> set[str]:
-    """Arguments that point to 32- or 64-bit integers, save those that hold counts."""
-    return {
+def index_arrays(module: Module, counts: Set[str] = COUNTS) -> set[str]:
+    """Arguments that point to 32- or 64-bit integers, save those that hold counts; and the program's number."""
+    return {PROGRAM_ID} | {
         name
         for value, name in module.arguments.items()
         if re.fullmatch(r"!tt\.ptr<[su]?i(32|64)>", module.types[value]) and base_name(name) not in counts
@@ -165,13 +166,13 @@ def buffer_offset(operation: Operation) -> str:
     return operation.operands[len(VALUE.findall(operation.code[: printed.start(1)]))]
 
 
-def find_narrow(module: Module, arrays: Collection[str]) -> list[Finding]:
+def find_narrow(module: Module, arrays: Set[str]) -> list[Finding]:
     """Uses of 32 bits that a value loaded from one of `arrays` reaches, grouped by array and line."""
     provenance = Provenance(module)
     uses: dict[tuple[str, str], dict[str, None]] = {}
     for operation, value, use in narrow_uses(module):
         # a program's number fits 32 bits, its product with a stride need not
-        followed = {*arrays, PROGRAM_ID} if operation.name in PRODUCTS else set(arrays)
+        followed = arrays if operation.name in PRODUCTS else arrays - {PROGRAM_ID}
         for array in sorted(provenance.loaded_from(value) & followed):
             uses.setdefault((array, operation.location), {})[use] = None
     return [Finding(array, location, tuple(found)) for (array, location), found in uses.items()]

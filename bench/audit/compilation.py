@@ -66,7 +66,9 @@ def _compile(name: str, source: Any, arch: str, num_warps: int, num_stages: int)
     with warnings.catch_warnings():
         # Triton 3.9 announces a new default; jax-triton leaves the option alone, and so does the audit
         warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
-        kernel = triton.compile(source, target=gpu, options={"num_warps": num_warps, "num_stages": num_stages})
+        kernel = triton.compile(
+            source, target=gpu, options={"num_warps": num_warps, "num_stages": num_stages}
+        )
     return Compiled(
         name=name,
         target=target,

@@ -7,7 +7,17 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-WORDS = {"ubyte": 1, "sbyte": 1, "ushort": 2, "sshort": 2, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
+WORDS = {
+    "ubyte": 1,
+    "sbyte": 1,
+    "ushort": 2,
+    "sshort": 2,
+    "short": 2,
+    "dword": 4,
+    "dwordx2": 8,
+    "dwordx3": 12,
+    "dwordx4": 16,
+}
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,9 @@ def located_lines(assembly: str) -> Iterator[tuple[str, str]]:
     """Each line of code with the `file.py:12` that the debug information gives it."""
     files = {
         number: os.path.join(folder, name) if name else folder
-        for number, folder, name in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', assembly, re.M)
+        for number, folder, name in re.findall(
+            r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', assembly, re.M
+        )
     }
     location, inside, frozen = "", False, False
     for line in assembly.splitlines():
@@ -85,12 +97,18 @@ def read_amdgcn(assembly: str) -> Machine:
 def read_cuda(ptx: str, cubin: bytes) -> Machine:
     """Facts of CUDA code: loads and matrix instructions of the PTX, registers and stack of the cubin."""
     usage = resource_usage(cubin)
-    registers, stack, local = (int(re.search(rf"\b{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL"))
+    registers, stack, local = (
+        int(re.search(rf"\b{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL")
+    )
     loads = []
     for line, location in located_lines(ptx):
-        if match := re.match(r"(?:@!?%p\d+ )?ld\.global(?:\.[a-zA-Z]\w*(?:::\w+)*)*?(?:\.v(\d))?\.[busf](\d+)", line):
+        if match := re.match(
+            r"(?:@!?%p\d+ )?ld\.global(?:\.[a-zA-Z]\w*(?:::\w+)*)*?(?:\.v(\d))?\.[busf](\d+)", line
+        ):
             loads.append(Load(int(match[1] or 1) * int(match[2]) // 8, False, location))
-        elif match := re.match(r"(?:@!?%p\d+ )?cp\.async\.c[ag]\.shared\.global\b.*?\], (0x[0-9a-f]+|\d+)", line):
+        elif match := re.match(
+            r"(?:@!?%p\d+ )?cp\.async\.c[ag]\.shared\.global\b.*?\], (0x[0-9a-f]+|\d+)", line
+        ):
             loads.append(Load(int(match[1], 0), True, location))
     return Machine(
         registers=registers,

@@ -179,20 +179,22 @@ class _Reader:
         if code.endswith("{"):
             self.structured(name, names, code.rstrip("({ "), location)
             return
-        operation = self.record(name, names, code, self.look_up(code), location)
+        types = result_types(name, code, len(names)) if names else []
+        operation = self.record(name, names, types, code, self.look_up(code), location)
         for result in operation.results:
             self.module.sources[result].update(operation.operands)
         if name == "scf.condition":
             region = self.regions[-1]
             region.feeds = list(operation.operands[1:])
             self.flow(region.feeds, [(result,) for result in region.operation.results])
-        elif name == "scf.yield" or name.endswith(".return") and self.regions:
+        elif self.regions and name in ("scf.yield", *(f"{reduction}.return" for reduction in REDUCTIONS)):
             self.flow(list(operation.operands), self.regions[-1].targets)
         for label, passed in re.findall(r"\^(\w+)(?:\(([^)]*)\))?", code):
             self.branches.append((label, self.look_up(passed)))
 
-    def record(self, name: str, names: list[str], code: str, operands: list[str], location: str) -> Operation:
-        types = result_types(name, code, len(names)) if names else []
+    def record(
+        self, name: str, names: list[str], types: list[str], code: str, operands: list[str], location: str
+    ) -> Operation:
         results = tuple(self.define(*pair) for pair in zip(names, types, strict=True))
         operation = Operation(name, code, results, tuple(operands), location)
         self.module.operations.append(operation)
@@ -200,36 +202,43 @@ class _Reader:
         return operation
 
     def structured(self, name: str, names: list[str], code: str, location: str) -> None:
-        """An operation with regions: a loop, a conditional, a reduction."""
+        """Begin an operation with regions: a loop, a conditional, a reduction."""
         if name in REDUCTIONS:
-            operation = self.record(name, names, f"{code} : {', '.join(['?'] * len(names))}", self.look_up(code), location)
+            # the types follow after the region
+            operation = self.record(name, names, [""] * len(names), code, self.look_up(code), location)
             self.open(Region(operation, [(r,) for r in operation.results], list(operation.operands)))
-            return
-        if name not in ("scf.for", "scf.if", "scf.while"):
+        elif name in ("scf.for", "scf.if", "scf.while"):
+            self.control_flow(name, names, code, location)
+        else:
             raise UnreadableIR(f"the audit does not know the regions of {name}: {code}")
-        bindings = re.findall(rf"({NAME}) = ({NAME}(?:#\d+)?)", code)
+
+    def control_flow(self, name: str, names: list[str], code: str, location: str) -> None:
+        bindings = re.findall(rf"({NAME}) = ({VALUE.pattern})", code)
         inputs = [self.look_up(value)[0] for _, value in bindings]
         bound = {target for target, _ in bindings}
-        operands = [v for name_ in VALUE.findall(code) if name_ not in bound for v in self.look_up(name_)]
+        operands = [
+            v for printed in VALUE.findall(code) if printed not in bound for v in self.look_up(printed)
+        ]
         arrow = split_outermost(code, "->")
-        signature = split_outermost(arrow[1], " : ")[0] if len(arrow) > 1 else ""
-        operation = self.record(name, names, f"{code} -> {signature}", operands, location)
-        targets = [(result,) for result in operation.results]
-        region = Region(operation, targets)
+        types = type_list(split_outermost(arrow[1], " : ")[0]) if len(arrow) > 1 else []
+        operation = self.record(name, names, types, code, operands, location)
+        region = Region(operation, [(result,) for result in operation.results])
         self.open(region)
-        if name == "scf.if":
-            return
         if name == "scf.for":
-            counter = self.define(bindings[0][0], self.module.types[inputs[0]])
-            step = self.look_up(re.search(rf"step ({NAME}(?:#\d+)?)", code)[1])[0]
-            self.flow([inputs[0], step], [(counter,), (counter,)])
-            bindings, inputs = bindings[1:], inputs[1:]
-        carried = [(self.define(target, self.module.types[value]),) for (target, _), value in zip(bindings, inputs)]
+            step = self.look_up(re.search(rf"step ({VALUE.pattern})", code)[1])[0]
+            (counter, _), *bindings = bindings
+            lower, *inputs = inputs
+            counter = self.define(counter, self.module.types[lower])
+            self.flow([lower, step], [(counter,), (counter,)])
+        carried = [
+            (self.define(target, self.module.types[value]),)
+            for (target, _), value in zip(bindings, inputs, strict=True)
+        ]
         self.flow(inputs, carried)
         if name == "scf.for":
-            self.flow(inputs, targets)
-            region.targets = [c + t for c, t in zip(carried, targets, strict=True)]
-        else:
+            self.flow(inputs, region.targets)
+            region.targets = [c + t for c, t in zip(carried, region.targets, strict=True)]
+        elif name == "scf.while":
             region.targets = carried
 
     def connect_branches(self) -> None:

@@ -1,11 +1,11 @@
 """The verdict on one compiled kernel."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from dataclasses import dataclass
 
 from bench.audit.addresses import COUNTS, Provenance, base_name, find_narrow, index_arrays
 from bench.audit.compilation import Compiled
-from bench.audit.machine import Machine, read_amdgcn, read_cuda
+from bench.audit.machine import Load, Machine, read_amdgcn, read_cuda
 from bench.audit.mlir import Module, read_module
 from bench.audit.mlir_text import UnreadableIR
 from bench.audit.targets import Target
@@ -44,7 +44,7 @@ class Report:
         return not self.failures
 
 
-def audit(compiled: Compiled, counts: Collection[str] = COUNTS, caches: Collection[str] = CACHES) -> Report:
+def audit(compiled: Compiled, counts: Set[str] = COUNTS, caches: Set[str] = CACHES) -> Report:
     """Audit one compiled kernel.
 
     Args:
@@ -53,7 +53,9 @@ def audit(compiled: Compiled, counts: Collection[str] = COUNTS, caches: Collecti
         caches: arguments whose loads must be of full width.
     """
     target = compiled.target
-    machine = read_amdgcn(compiled.assembly) if target.is_amd else read_cuda(compiled.assembly, compiled.cubin)
+    machine = (
+        read_amdgcn(compiled.assembly) if target.is_amd else read_cuda(compiled.assembly, compiled.cubin)
+    )
     failures = [f"spills: {number} {kind}" for kind, number in machine.spills.items()]
     if compiled.shared > target.shared_limit:
         failures.append(f"shared memory: {compiled.shared} bytes, {target.arch} has {target.shared_limit}")
@@ -107,7 +109,7 @@ def uses_layout(module: Module, type_text: str, layout: str) -> bool:
     return layout in module.aliases.get(alias, alias)
 
 
-def cache_lines(module: Module, caches: Collection[str]) -> set[str]:
+def cache_lines(module: Module, caches: Set[str]) -> set[str]:
     """Source lines that read an argument named in `caches`."""
     provenance = Provenance(module)
     return {
@@ -117,9 +119,12 @@ def cache_lines(module: Module, caches: Collection[str]) -> set[str]:
     }
 
 
-def narrow_loads(lines: Collection[str], loads) -> list[str]:
+def narrow_loads(lines: Set[str], loads: Collection[Load]) -> list[str]:
     """Loads of K and V that move less than 16 bytes a lane without going straight to local memory."""
-    missing = [f"{line}: no load of K or V found in the machine code" for line in sorted(lines - {x.location for x in loads})]
+    missing = [
+        f"{line}: no load of K or V found in the machine code"
+        for line in sorted(lines - {x.location for x in loads})
+    ]
     narrow = [
         f"{load.location}: K or V is loaded {load.width} bytes a lane, not {FULL_WIDTH}"
         for load in loads

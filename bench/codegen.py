@@ -1,0 +1,113 @@
+"""Audit every tuned kernel configuration in the code that it compiles to, without a GPU.
+
+    python -m bench.codegen                      # gfx942, gfx950 and sm90
+    python -m bench.codegen --arch gfx950 --json
+
+Exit code 1 if a configuration spills registers, computes a product without matrix instructions, needs
+more shared memory than there is, loads K or V in narrow pieces, or lets a page or slot id reach a 32-bit
+offset. Nothing is executed: a pass is a statement about machine code, not about a run on that GPU.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable, Sequence
+
+import triton
+
+from bench.audit.compilation import compile_request
+from bench.audit.report import Report, audit
+from bench.audit.targets import KIB, TARGETS
+
+DEFAULT_ARCHS = ("gfx942", "gfx950", "sm90")
+COLUMNS = (
+    ("regs", 5),
+    ("AGPR", 5),
+    ("spills", 7),
+    ("LDS KiB", 8),
+    ("waves", 6),
+    ("MMA", 5),
+    ("K/V bytes", 10),
+    ("verdict", 8),
+)
+
+
+def reports(arch: str, contains: str = "") -> Iterable[Report]:
+    """Compile and audit the configurations of one architecture whose names contain a text."""
+    from jaxattn.kernels.triton.requests import compile_requests
+
+    for request in compile_requests(arch):
+        if contains in request.name:
+            yield audit(compile_request(request, arch))
+
+
+def row(report: Report, width: int) -> str:
+    """One line of the table."""
+    load = "-" if report.load_bytes is None else f"{report.load_bytes}{' LDS' if report.direct_loads else ''}"
+    cells = (
+        report.registers,
+        report.accumulators or "-",
+        sum(report.spills.values()) or "-",
+        f"{report.shared / KIB:.1f}",
+        f"{report.occupancy:g}",
+        report.matrix_instructions or "-",
+        load,
+        "ok" if report.passed else "FAIL",
+    )
+    return f"{report.name:<{width}}" + "".join(
+        f"{cell!s:>{size}}" for cell, (_, size) in zip(cells, COLUMNS, strict=True)
+    )
+
+
+def heading(arch: str, width: int) -> str:
+    """The two lines above a table."""
+    target = TARGETS[arch]
+    unit = "wave" if target.is_amd else "warp"
+    about = f"{arch}: {target.shared_limit // KIB} KiB of shared memory, up to {target.max_waves} {unit}s per SIMD"
+    columns = f"{'configuration':<{width}}" + "".join(f"{name:>{size}}" for name, size in COLUMNS)
+    return f"{about} (Triton {triton.__version__})\n{columns}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code is 1 where a configuration failed or none was found."""
+    parser = argparse.ArgumentParser(prog="python -m bench.codegen", description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "--arch", action="append", choices=tuple(TARGETS), help="default: " + ", ".join(DEFAULT_ARCHS)
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only configurations whose name contains TEXT"
+    )
+    parser.add_argument(
+        "--notes", action="store_true", help="also say where lengths reach 32 bits, which is safe"
+    )
+    parser.add_argument("--json", action="store_true", help="print the reports as JSON")
+    options = parser.parse_args(arguments)
+
+    from jaxattn.kernels.triton.requests import compile_requests
+
+    found: list[Report] = []
+    for arch in options.arch or DEFAULT_ARCHS:
+        width = max((len(request.name) for request in compile_requests(arch)), default=0) + 2
+        if not options.json:
+            print(heading(arch, width))
+        for report in reports(arch, options.only):
+            found.append(report)
+            if not options.json:
+                print(row(report, width), flush=True)
+        if not options.json:
+            print()
+    failed = [report for report in found if not report.passed]
+    if options.json:
+        print(json.dumps([dataclasses.asdict(report) for report in found], indent=2))
+    else:
+        for report in failed:
+            print(*(f"FAIL {report.arch} {report.name}: {failure}" for failure in report.failures), sep="\n")
+        if options.notes:
+            print(*(f"note {r.arch} {r.name}: {note}" for r in found for note in r.notes), sep="\n")
+        print(f"{len(found)} configurations, {len(failed)} failed")
+    return 1 if failed or not found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
