@@ -11,16 +11,19 @@ from jaxattn.quantization.registry import (
     register_method,
     resolve_config,
 )
+from jaxattn.quantization.report import LoadReport, load_report
 from jaxattn.quantization.weights import QuantizedWeight
 
 __all__ = [
     "ExcludeList",
     "Fp8Weight",
+    "LoadReport",
     "Mxfp4Weight",
     "QuantizationConfig",
     "QuantizationMethod",
     "QuantizedWeight",
     "get_method",
+    "load_report",
     "method_names",
     "register_method",
     "resolve_config",

@@ -50,10 +50,9 @@ class Fp8Weight(QuantizedWeight):
         """The float32 products of values and scales, in `dtype`."""
         return (self.values.astype(jnp.float32) * self.scale[..., None]).astype(dtype)
 
-    def matmul(self, x: Float[Array, "... columns"]) -> Float[Array, "... rows"]:
+    def matmul(self, x: Float[Array, "... columns"]) -> Float32[Array, "... rows"]:
         """`x @ weight.T`, the scale applied to the float32 sums."""
         if self.input_scale is not None:
             stored = saturating_cast(x.astype(jnp.float32) / self.input_scale, self.values.dtype)
             x = (stored.astype(jnp.float32) * self.input_scale).astype(x.dtype)
-        out = dot(x, self.values.astype(x.dtype))
-        return (out * self.scale).astype(x.dtype)
+        return dot(x, self.values.astype(x.dtype)) * self.scale

@@ -11,7 +11,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, UInt8, UInt32
+from jaxtyping import Array, Float, Float32, Int32, UInt8, UInt32
 
 from jaxattn.quantization.weights import QuantizedWeight, dot
 
@@ -80,7 +80,11 @@ def dequantize(
             f"scale: expected shape {[*packed.shape[:-1], -(-columns // GROUP_SIZE)]}, a byte per {GROUP_SIZE} of "
             f"the {columns} columns, got {list(scale.shape)}"
         )
-    bits = _dequantized_bits(unpack(packed), _per_column(scale, columns))
+    # Grouped by reshaping, not by repeating the scales, which would be a gather.
+    missing = -columns % GROUP_SIZE
+    codes = jnp.pad(unpack(packed), [(0, 0)] * (packed.ndim - 1) + [(0, missing)])
+    bits = _dequantized_bits(codes.reshape(*scale.shape, GROUP_SIZE), scale[..., None])
+    bits = bits.reshape(codes.shape)[..., :columns]
     if jnp.dtype(dtype) == jnp.bfloat16:
         return lax.bitcast_convert_type((bits >> jnp.uint32(16)).astype(jnp.uint16), jnp.bfloat16)
     return lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
@@ -135,12 +139,15 @@ def quantize_dequantize(x: Float[Array, "... columns"]) -> Float[Array, "... col
     return dequantize(packed, scale, x.dtype)[..., : x.shape[-1]]
 
 
-def _float_bits(significand: UInt32[Array, "..."], biased_exponent) -> UInt32[Array, "..."]:
+def _float_bits(
+    significand: UInt32[Array, "..."], biased_exponent: Int32[Array, "..."]
+) -> UInt32[Array, "..."]:
     """Bits of `significand / 8 * 2**(biased_exponent - 127)` in float32, for a significand of 8 to 15."""
+    # Without the implicit bit, which the exponent 1 lower makes up for: a sum instead of a mask.
     fraction = significand << jnp.uint32(20)
-    normal = (biased_exponent.astype(jnp.uint32) << jnp.uint32(23)) | (fraction & jnp.uint32(0x7FFFFF))
+    normal = ((biased_exponent - 1).astype(jnp.uint32) << jnp.uint32(23)) + fraction
     # Exact: the shift is 2 at most (scale 0, element .5), and the fraction ends in 20 zeros.
-    subnormal = fraction >> jnp.maximum(1 - biased_exponent, 0).astype(jnp.uint32)
+    subnormal = fraction >> (1 - biased_exponent).astype(jnp.uint32)
     bits = jnp.where(biased_exponent >= 1, normal, subnormal)
     return jnp.where(biased_exponent >= 255, jnp.uint32(_INFINITY), bits)
 
@@ -149,16 +156,13 @@ def _dequantized_bits(codes: UInt8[Array, "..."], scale: UInt8[Array, "..."]) ->
     wide = codes.astype(jnp.uint32)
     magnitude = wide & jnp.uint32(7)
     # The odd codes from 3 up are 1.5, 3 and 6.
-    significand = jnp.where((magnitude >= 3) & (magnitude % 2 == 1), jnp.uint32(12), jnp.uint32(8))
-    exponent = magnitude.astype(jnp.int32) // 2 - 1
-    bits = _float_bits(significand, exponent + scale.astype(jnp.int32))
-    bits = jnp.where(magnitude == 0, jnp.uint32(0), bits)
+    odd = (magnitude & jnp.uint32(1)) & (magnitude >> jnp.uint32(1) | magnitude >> jnp.uint32(2))
+    exponent = (magnitude >> jnp.uint32(1)).astype(jnp.int32) - 1 + scale.astype(jnp.int32)
+    bits = jnp.where(
+        magnitude == 0, jnp.uint32(0), _float_bits(jnp.uint32(8) | odd << jnp.uint32(2), exponent)
+    )
     signed = bits | ((wide & jnp.uint32(8)) << jnp.uint32(28))
     return jnp.where(scale == 255, jnp.uint32(_NAN), signed)
-
-
-def _per_column(scale: UInt8[Array, "... groups"], columns: int) -> UInt8[Array, "... columns"]:
-    return jnp.repeat(scale, GROUP_SIZE, axis=-1)[..., :columns]
 
 
 @jax.tree_util.register_dataclass
@@ -204,8 +208,8 @@ class Mxfp4Weight(QuantizedWeight):
         """The weight as an array of `dtype`, without padding."""
         return dequantize(self.packed, self.scale, dtype)[..., : self.rows, : self.columns]
 
-    def matmul(self, x: Float[Array, "... columns"]) -> Float[Array, "... rows"]:
-        """`x @ weight.T`, dequantising a tile of rows at a time."""
+    def matmul(self, x: Float[Array, "... columns"]) -> Float32[Array, "... rows"]:
+        """`x @ weight.T` in float32 sums, dequantising a tile of rows at a time."""
         if self.quantize_input:
             x = quantize_dequantize(x)
         rows = x.reshape(-1, x.shape[-1])
@@ -223,7 +227,7 @@ class Mxfp4Weight(QuantizedWeight):
             parts.append(jnp.moveaxis(out, 0, 1).reshape(rows.shape[0], whole))
         if whole < self.rows:
             parts.append(product(self.packed[whole : self.rows], self.scale[whole : self.rows]))
-        return jnp.concatenate(parts, axis=1).astype(x.dtype).reshape(*x.shape[:-1], self.rows)
+        return jnp.concatenate(parts, axis=1).reshape(*x.shape[:-1], self.rows)
 
     def pad(self, row_multiple: int, column_multiple: int) -> "Mxfp4Weight":
         """The same weight in arrays whose rows and columns are multiples, for a kernel with fixed tiles.

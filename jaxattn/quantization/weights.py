@@ -2,7 +2,6 @@
 
 import abc
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
@@ -24,12 +23,8 @@ class QuantizedWeight(abc.ABC):
         """The weight as an array of `dtype`."""
 
     @abc.abstractmethod
-    def matmul(self, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
-        """`x @ weight.T`, accumulated in float32, in the dtype of `x`."""
-
-    def __getitem__(self, index):
-        """The weight of one expert (or of several): every leaf indexed on its leading axis."""
-        return jax.tree.map(lambda leaf: leaf[index], self)
+    def matmul(self, x: Float[Array, "... in"]) -> Float32[Array, "... out"]:
+        """`x @ weight.T`, the float32 sums."""
 
 
 def dot(x: Float[Array, "... in"], weight: Float[Array, "out in"]) -> Float32[Array, "... out"]:

@@ -1,0 +1,320 @@
+"""Weights from a safetensors folder straight into device buffers, one tensor at a time.
+
+A model declares its parameter tree as a tree of `WeightSpec`; `plan_weights` holds every one of them against the
+headers, and only then does `load_tree` allocate and read.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Shaped
+
+from jaxattn.errors import CheckpointError
+from jaxattn.models.safetensors import StoredTensor
+from jaxattn.quantization import forms
+from jaxattn.quantization.config import FP8, MXFP4, PLAIN, QuantizationConfig
+from jaxattn.quantization.exclude import spellings
+from jaxattn.quantization.fp8 import Fp8Weight
+from jaxattn.quantization.mxfp4 import Mxfp4Weight
+
+Rows = slice | tuple[int, ...]
+# From the path of a weight in the tree and its logical shape, its sharding; a packed weight is sharded like the
+# matrix that it stands for.
+Sharding = Callable[[str, tuple[int, ...]], jax.sharding.Sharding | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A tensor of the file that fills a weight or one of its experts.
+
+    Attributes:
+        name: the tensor's name, up to wrapper prefixes.
+        shape: the logical shape that the file must have it in.
+        rows: which rows (axis -2, or the only axis) it contributes; all by default.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: Rows | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightSpec:
+    """One weight of a parameter tree.
+
+    Attributes:
+        shape: logical shape in the tree.
+        sources: the tensor that it is, or one tensor per entry of its first axis.
+        dtype: of a plain weight; None for the dtype of the model.
+        linear: whether it may be quantised.
+        offset: added to a plain weight (1 for a zero-centred norm).
+    """
+
+    shape: tuple[int, ...]
+    sources: tuple[Source, ...]
+    dtype: Any = None
+    linear: bool = False
+    offset: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedWeight:
+    """A weight whose tensors were found: their form, and for each source the leaf of the file."""
+
+    spec: WeightSpec
+    form: str
+    leaves: tuple[forms.Leaf, ...]
+
+
+def plan_weights(specs: Any, tensors: Mapping[str, StoredTensor], config: QuantizationConfig) -> Any:
+    """Find the tensors of every weight and decide its form, from the headers alone.
+
+    Args:
+        specs: a tree of `WeightSpec`.
+        tensors: the headers of all shards.
+        config: the quantisation config.
+
+    Returns:
+        The tree with a `PlannedWeight` in the place of each spec.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape than the model, fits no form, has scales that do not
+            fit it, is quantised where the model has no linear weight, or the tensors of one weight differ in form.
+    """
+    return jax.tree.map(lambda spec: _plan(spec, tensors, config), specs)
+
+
+def find(name: str, tensors: Collection[str]) -> str | None:
+    """The spelling of `name` that the file uses, with or without wrapper prefixes."""
+    return next((spelling for spelling in (name, *spellings(name)) if spelling in tensors), None)
+
+
+def _plan(spec: WeightSpec, tensors: Mapping[str, StoredTensor], config: QuantizationConfig) -> PlannedWeight:
+    leaves = []
+    for source in spec.sources:
+        name = find(source.name, tensors)
+        if name is None:
+            raise CheckpointError(f"expected the tensor {source.name}, found none of that name in the shards")
+        leaf = forms.leaf(tensors, name, config)
+        if leaf.shape != source.shape:
+            raise CheckpointError(
+                f"{tensors[name].path}: tensor {name}: expected shape {list(source.shape)}, found {list(leaf.shape)} "
+                f"({leaf.why})"
+            )
+        if leaf.form != PLAIN and not spec.linear:
+            raise CheckpointError(
+                f"{tensors[name].path}: tensor {name}: expected floating point values without scales, found {leaf.why}"
+            )
+        leaves.append(leaf)
+    for leaf in leaves[1:]:
+        if leaf.form != leaves[0].form or (leaf.form != PLAIN and leaf.dtype != leaves[0].dtype):
+            raise CheckpointError(
+                f"expected the tensors of one weight in one form, found {leaves[0].name} in {leaves[0].form} "
+                f"({leaves[0].why}) and {leaf.name} in {leaf.form} ({leaf.why}); they cannot be fused"
+            )
+    return PlannedWeight(spec, leaves[0].form, tuple(leaves))
+
+
+def load_tree(
+    planned: Any,
+    tensors: Mapping[str, StoredTensor],
+    *,
+    dtype=jnp.bfloat16,
+    sharding: Sharding | None = None,
+    loaded: Callable[[int], None] = lambda count: None,
+    emulate_activations: bool = False,
+    on_load: QuantizationConfig | None = None,
+) -> Any:
+    """Read every planned weight into device buffers, one tensor at a time.
+
+    The host holds at most one tensor: each is read from its shard into a buffer, or into one buffer per device
+    shard, and released once it is on the device.
+
+    Args:
+        planned: what `plan_weights` returned.
+        tensors: the headers that it was planned with.
+        dtype: of the plain weights whose spec names none.
+        sharding: chooses the sharding of each weight; None for the default device.
+        loaded: called with the bytes of each tensor that has been read.
+        emulate_activations: round the inputs of quantised layers too, as the quantiser simulated them.
+        on_load: quantise plain linear weights to the form that this config declares.
+
+    Returns:
+        The tree of arrays, `Mxfp4Weight` and `Fp8Weight`.
+    """
+    place = sharding or (lambda path, shape: None)
+
+    def load(path, weight: PlannedWeight):
+        name = "/".join(
+            str(getattr(key, "name", getattr(key, "idx", getattr(key, "key", key)))) for key in path
+        )
+        reader = _Reader(weight, tensors, place(name, weight.spec.shape), loaded)
+        if weight.form == MXFP4:
+            return reader.mxfp4(emulate_activations)
+        if weight.form == FP8:
+            return reader.fp8(emulate_activations)
+        array = reader.plain(weight.spec.dtype or dtype)
+        form = _form_on_load(weight, on_load)
+        if form is None:
+            return array
+        return (Mxfp4Weight if form == MXFP4 else Fp8Weight).from_array(array)
+
+    return jax.tree_util.tree_map_with_path(load, planned)
+
+
+def _form_on_load(weight: PlannedWeight, config: QuantizationConfig | None) -> str | None:
+    if config is None or not config.on_load or not weight.spec.linear:
+        return None
+    form = config.declared(forms.module_of(weight.leaves[0].name)).form
+    return None if form == PLAIN else form
+
+
+def read_stored(tensor: StoredTensor, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
+    """Read a tensor, or a range of its first axis, from its shard into host memory.
+
+    Raises:
+        CheckpointError: the shard ends before the tensor does.
+    """
+    shape, offset = tensor.shape, 0
+    if shape and rows != slice(None):
+        start, stop, _ = rows.indices(shape[0])
+        shape, offset = (stop - start, *shape[1:]), start * (tensor.nbytes // max(1, shape[0]))
+    array = np.empty(shape, tensor.dtype)
+    view, done = memoryview(array.reshape(-1).view(np.uint8)), 0
+    with tensor.path.open("rb", buffering=0) as file:
+        file.seek(tensor.offset + offset)
+        while done < array.nbytes:
+            count = file.readinto(view[done:])
+            if not count:
+                raise CheckpointError(
+                    f"{tensor.path}: truncated inside the tensor {tensor.name}; fetch it again"
+                )
+            done += count
+    return array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Reads the tensors of one weight."""
+
+    weight: PlannedWeight
+    tensors: Mapping[str, StoredTensor]
+    sharding: jax.sharding.Sharding | None
+    loaded: Callable[[int], None]
+
+    def plain(self, dtype) -> Array:
+        spec = self.weight.spec
+        array = self._assemble([leaf.name for leaf in self.weight.leaves], spec.shape)
+        if array.dtype == dtype and not spec.offset:
+            return array
+        return _convert(array, dtype=jnp.dtype(dtype).name, offset=spec.offset)
+
+    def mxfp4(self, emulate: bool) -> Mxfp4Weight:
+        *batch, rows, columns = self.weight.spec.shape
+        packed = self._assemble([leaf.name for leaf in self.weight.leaves], (*batch, rows, columns // 2))
+        groups = self.tensors[self.weight.leaves[0].scale].shape[-1]
+        scale = self._assemble([leaf.scale for leaf in self.weight.leaves], (*batch, rows, groups))
+        if scale.dtype != jnp.uint8:
+            scale = lax.bitcast_convert_type(scale, jnp.uint8)
+        return Mxfp4Weight(packed, scale, rows, columns, quantize_input=emulate)
+
+    def fp8(self, emulate: bool) -> Fp8Weight:
+        rows = self.weight.spec.shape[-2]
+        values = self._assemble([leaf.name for leaf in self.weight.leaves], self.weight.spec.shape)
+        scales = [self._row_scales(leaf, source) for leaf, source in self._pairs()]
+        per_row = any(scale.shape[-1] > 1 for scale in scales)
+        scales = [np.broadcast_to(s, (*s.shape[:-1], rows if per_row else 1)) for s in scales]
+        scale = jnp.asarray(np.stack(scales) if len(scales) > 1 else scales[0])
+        if not emulate:
+            return Fp8Weight(values, scale)
+        return Fp8Weight(values, scale, self._input_scale())
+
+    def _pairs(self):
+        return zip(self.weight.leaves, self.weight.spec.sources, strict=True)
+
+    def _row_scales(self, leaf: forms.Leaf, source: Source) -> np.ndarray:
+        """The weight scale as float32 `[..., rows]` or `[..., 1]`."""
+        batch, rows = leaf.shape[:-2], leaf.shape[-2]
+        stored = self._read(leaf.scale).astype(np.float32)
+        per_row = stored.size == rows * max(1, int(np.prod(batch))) and rows > 1
+        scale = stored.reshape(*batch, rows if per_row else 1)
+        return scale[..., _selector(source.rows)] if per_row and source.rows is not None else scale
+
+    def _input_scale(self) -> Array | None:
+        """The static input scale, one for each entry of the first axis where several tensors fill it."""
+        names = [leaf.input_scale for leaf in self.weight.leaves]
+        if not any(names):
+            return None
+        if not all(names):
+            missing = self.weight.leaves[names.index(None)].name
+            raise CheckpointError(
+                f"expected an input_scale for each tensor of one weight, found none for {missing}"
+            )
+        scales = np.stack([self._read(name).astype(np.float32).reshape(()) for name in names])
+        return jnp.asarray(scales if len(names) > 1 else scales[0])
+
+    def _read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        array = read_stored(self.tensors[name], rows)
+        self.loaded(array.nbytes)
+        return array
+
+    def _assemble(self, names: list[str], shape: tuple[int, ...]) -> Array:
+        """One device array of `shape` from the tensors `names`, one for each entry of its first axis or one in all."""
+        picks = [source.rows for source in self.weight.spec.sources]
+        if len(names) == 1:
+            return self._single(names[0], picks[0], shape)
+        dtype = self.tensors[names[0]].dtype
+        buffer = _zeros(shape, dtype.name, self.sharding)
+        insert = _insert(self.sharding)
+        for i, (name, rows) in enumerate(zip(names, picks, strict=True)):
+            part = _select(self._read(name), rows)
+            buffer = insert(buffer, part, np.int32(i))
+            # Otherwise the host would run ahead and hold the parts that still wait for their transfer.
+            buffer.block_until_ready()
+        return buffer
+
+    def _single(self, name: str, rows: Rows | None, shape: tuple[int, ...]) -> Array:
+        if self.sharding is None or rows is not None:
+            array = jax.device_put(_select(self._read(name), rows), self.sharding)
+        else:
+            array = jax.make_array_from_callback(
+                shape, self.sharding, lambda index: self._read(name, index[0])[(slice(None), *index[1:])]
+            )
+        if array.shape != shape:
+            raise CheckpointError(f"tensor {name}: expected shape {list(shape)}, found {list(array.shape)}")
+        return array.block_until_ready()
+
+
+def _selector(rows: Rows) -> slice | list[int]:
+    return rows if isinstance(rows, slice) else list(rows)
+
+
+def _select(array: np.ndarray, rows: Rows | None) -> np.ndarray:
+    """Pick rows: of axis -2, or of the only axis."""
+    if rows is None:
+        return array
+    index = _selector(rows)
+    return np.ascontiguousarray(array[index] if array.ndim == 1 else array[..., index, :])
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "offset"))
+def _convert(array: Array, dtype: str, offset: float) -> Array:
+    return (array.astype(jnp.float32) + jnp.float32(offset) if offset else array).astype(dtype)
+
+
+def _zeros(shape: tuple[int, ...], dtype: str, sharding: jax.sharding.Sharding | None) -> Array:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
+
+
+@functools.cache
+def _insert(sharding: jax.sharding.Sharding | None) -> Callable[[Array, Array, Array], Array]:
+    def insert(buffer, part, index):
+        return lax.dynamic_update_index_in_dim(buffer, part, index, 0)
+
+    return jax.jit(insert, donate_argnums=0, out_shardings=sharding)
