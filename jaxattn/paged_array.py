@@ -45,7 +45,11 @@ def write_rows(
 
 
 def _scatter(array, rows, *index):
-    return array.at[index].set(rows, mode="drop")
+    if len(rows) == 1:
+        # XLA turns a scatter of one row into an update that may fuse with a read of the array, and so copy it.
+        index = [jnp.append(axis, size) for axis, size in zip(index, array.shape, strict=False)]
+        rows = jnp.repeat(rows, 2, axis=0)
+    return array.at[tuple(index)].set(rows, mode="drop")
 
 
 def _sweep(array, rows, *index):
