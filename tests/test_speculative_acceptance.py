@@ -16,6 +16,7 @@ from jaxattn.speculative import (
     branch_parents,
     draw,
     draw_children,
+    keys_at,
     probabilities,
     rejection_walk,
 )
@@ -138,14 +139,14 @@ def choose_tree(rows, q0, q1, topk, n):
 def two_tokens(keys, sampling, q0, topk, n, drawn):
     """The first two tokens of each row, the second drawn from the target where only one was emitted."""
     p0, p1, q1 = (jnp.asarray(x, jnp.float32) for x in (P0, P1, Q1))
-    draft_keys, accept_keys, rest_keys = keys
+    draft_keys, rest_keys = keys
     if drawn:
         tokens, draft_probs = draw_tree(draft_keys, q0, q1, topk, n)
     else:
         tokens, draft_probs = choose_tree(draft_keys.shape[0], q0, q1, topk, n), None
     logits = jnp.log(p1[jnp.maximum(tokens, 0)].at[:, 0].set(p0))
     tree = DraftTree(tokens=tokens, parents=jnp.broadcast_to(branch_parents(n, topk), tokens.shape))
-    out = accept_sampled(logits, tree, sampling, accept_keys, draft_probs)
+    out = accept_sampled(logits, tree, sampling, jnp.zeros(len(tokens), jnp.int32), draft_probs)
     first = out.tokens[:, 0]
     second = jnp.where(out.accept_len > 1, out.tokens[:, 1], draw(rest_keys, p1[first]))
     return first * 4 + second, out.accept_len
@@ -153,7 +154,7 @@ def two_tokens(keys, sampling, q0, topk, n, drawn):
 
 @pytest.fixture(scope="module")
 def many():
-    return jax.random.split(jax.random.key(4), (3, DRAWS)), SamplingParams.create(DRAWS, temperature=1.0)
+    return jax.random.split(jax.random.key(4), (2, DRAWS)), SamplingParams.create(DRAWS, temperature=1.0)
 
 
 def chi_square(counts, want):
@@ -194,28 +195,29 @@ def test_rows_of_temperature_zero_emit_what_the_greedy_walk_emits():
     logits = jnp.asarray(rng.standard_normal((rows, n, vocab)), jnp.float32)
     temperature = np.where(np.arange(rows) % 2, 0.8, 0.0)
     sampling = SamplingParams.create(rows, temperature=temperature, top_p=0.9, top_k=2)
-    keys = jax.random.split(jax.random.key(1), rows)
+    positions = jnp.arange(rows, dtype=jnp.int32)
     draft = jnp.asarray(rng.dirichlet(np.ones(vocab), (rows, n)), jnp.float32)
     draft = jnp.where((temperature > 0)[:, None, None], draft, 0)
     greedy = greedy_walk(logits, tree)
     for rows_of_drafts in (None, draft):
-        sampled = sampled_walk(logits, tree, sampling, keys, rows_of_drafts)
+        sampled = sampled_walk(logits, tree, sampling, positions, rows_of_drafts)
         for field in ("tokens", "path", "accept_len"):
             np.testing.assert_array_equal(getattr(sampled, field)[::2], getattr(greedy, field)[::2])
         assert (np.asarray(sampled.accept_len) >= 1).all()
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_unsound_logits_are_reported_and_stay_in_their_row(poison, temperature):
+@pytest.mark.parametrize(("temperature", "drawn"), [(0.0, False), (1.0, False), (1.0, True)])
+def test_unsound_logits_are_reported_and_stay_in_their_row(poison, temperature, drawn):
     rng = np.random.default_rng(7)
     tree = random_trees(rng, 3, 5, 6, pads=0)
     logits = rng.standard_normal((3, 5, 6)).astype(np.float32)
     clean = logits.copy()
     logits[1] = poison
     sampling = SamplingParams.create(3, temperature=temperature)
-    keys = jax.random.split(jax.random.key(2), 3)
-    got, want = (sampled_walk(jnp.asarray(x), tree, sampling, keys) for x in (logits, clean))
+    positions = jnp.arange(3, dtype=jnp.int32)
+    draft = jnp.full((3, 5, 6), 1 / 6, jnp.float32) if drawn else None
+    got, want = (sampled_walk(jnp.asarray(x), tree, sampling, positions, draft) for x in (logits, clean))
     assert got.sound.tolist() == [True, False, True]
     np.testing.assert_array_equal(got.tokens[::2], want.tokens[::2])
     assert int(got.accept_len[1]) >= 1
@@ -234,11 +236,34 @@ def test_unsound_logits_at_a_node_that_decides_nothing_are_not_reported():
 def test_a_draft_outside_the_vocabulary_is_never_accepted():
     tree = DraftTree.chain(jnp.asarray([[0, 4, 4], [0, -1, 2], [0, 3, -1]], jnp.int32))
     logits = jnp.zeros((3, 3, 4)).at[:, :, 3].set(1.0)
+    sampling = SamplingParams.create(3)
+    positions = jnp.zeros(3, jnp.int32)
     for got in (
-        accept_greedy(logits, tree),
-        accept_sampled(logits, tree, SamplingParams.create(3), jax.random.split(jax.random.key(0), 3)),
+        greedy_walk(logits, tree),
+        sampled_walk(logits, tree, sampling, positions),
+        sampled_walk(logits, tree, sampling, positions, jnp.zeros_like(logits)),
     ):
         assert got.tokens.tolist() == [[3, -1, -1], [3, -1, -1], [3, 3, -1]]
+
+
+def test_chosen_drafts_do_not_change_the_sampled_text():
+    rng = np.random.default_rng(9)
+    rows, n, vocab = 64, 7, 3
+    tree = random_trees(rng, rows, n, vocab)
+    table = jnp.asarray(rng.standard_normal((vocab, vocab)), jnp.float32)
+    logits = table[jnp.maximum(tree.tokens, 0)]
+    sampling = SamplingParams.create(rows, temperature=1.0, top_p=0.9, seed=3)
+    positions = jnp.arange(rows, dtype=jnp.int32)
+    got = sampled_walk(logits, tree, sampling, positions)
+    token, written = jnp.maximum(tree.tokens[:, 0], 0), []
+    for step in range(n):
+        probs, _ = probabilities(table[token][:, None], sampling)
+        token = draw(keys_at(sampling, positions + step), probs[:, 0])
+        written.append(token)
+    written = np.stack(written, axis=1)
+    inside = np.arange(n) < np.asarray(got.accept_len)[:, None]
+    np.testing.assert_array_equal(np.asarray(got.tokens)[inside], written[inside])
+    assert np.asarray(got.accept_len).max() >= 4
 
 
 def test_probabilities_equal_a_float64_loop():

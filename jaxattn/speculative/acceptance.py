@@ -11,10 +11,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32, Key
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jaxattn.speculative.drafting import DraftTree
-from jaxattn.speculative.sampling import SamplingParams, draw, probabilities, usable_logits
+from jaxattn.speculative.sampling import (
+    BONUS_STREAM,
+    COIN_STREAM,
+    SamplingParams,
+    draw,
+    keys_at,
+    probabilities,
+    substream,
+    usable_logits,
+)
+from jaxattn.tree import ancestor_bits, depths
 
 
 @jax.tree_util.register_dataclass
@@ -53,37 +63,32 @@ def accept_greedy(
         [[1, 3, -1]]
     """
     logits, sound = usable_logits(logits)
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-    def one(best, tokens, parents):
-        def attempt(node, current, state):
-            return tokens[node] == best[current], state
-
-        path, accept_len, _ = _walk(tokens, parents, logits.shape[-1], (), attempt)
-        return path, accept_len, best[path[accept_len - 1]]
-
-    path, accept_len, bonus = jax.vmap(one)(best, tree.tokens, tree.parents)
-    return _emit(tree, path, accept_len, bonus, sound, live)
+    return _accept_chosen(jnp.argmax(logits, axis=-1).astype(jnp.int32), sound, tree, logits.shape[-1], live)
 
 
 def accept_sampled(
     logits: Float[Array, "S n V"],
     tree: DraftTree,
     sampling: SamplingParams,
-    keys: Key[Array, "S"],
+    positions: Int[Array, "S"],
     draft_probs: Float32[Array, "S n V"] | None = None,
     live: Bool[Array, "S"] | None = None,
 ) -> Acceptance:
-    """Accept by recursive rejection, so that every emitted token has exactly the target's distribution.
+    """Accept drafts so that every emitted token has exactly the target's distribution.
+
+    Without `draft_probs` a token is drawn from the target at each node, with the randomness of the position
+    that follows the node, and the walk goes to the child that has it: the text is the one that `draw` writes
+    token by token with `keys_at(sampling, position)`, whatever is drafted. With `draft_probs` drafts are accepted by
+    recursive rejection, which takes more of them where the two distributions are alike.
 
     Args:
         logits: the target's logits at each node.
-        tree: see `accept_greedy`. With `draft_probs`, the children of a node are successive draws without
-            replacement from its row, and all that were drawn are in the tree; without, or where
-            the row is all zero, they may have been chosen in any way that does not look at `keys`.
-        sampling: temperature, top-k and top-p of each sequence; the rows of temperature 0 emit
+        tree: see `accept_greedy`. Without `draft_probs` the drafts may have been made in any way that does not
+            look at the keys. With them the children of a node are successive draws without replacement from
+            its row, and all that were drawn are in the tree; an all-zero row stands for any other way.
+        sampling: temperature, top-k, top-p and key of each sequence; the rows of temperature 0 emit
             what `accept_greedy` emits.
-        keys: one per sequence, not used for anything else.
+        positions: position of the first token that each sequence emits.
         draft_probs: the distribution from which the children of each node were drawn.
         live: sequences that take part; all by default.
 
@@ -91,19 +96,37 @@ def accept_sampled(
     (arXiv:2302.01318); over siblings it is repeated on the residual as in SpecInfer (arXiv:2305.09781).
     """
     probs, sound = probabilities(logits, sampling)
+    sequences, n, vocab = probs.shape
     if draft_probs is None:
-        draft_probs = jnp.zeros((*probs.shape[:2], 1), jnp.float32)
-    split = jax.vmap(jax.random.split)(keys)
-    coins = jax.vmap(lambda key: jax.random.uniform(key, (probs.shape[1],), jnp.float32))(split[:, 0])
+        following = positions[:, None] + depths(ancestor_bits(tree.parents)).reshape(sequences, n)
+        keys = jax.vmap(keys_at, in_axes=(None, 1), out_axes=1)(sampling, following)
+        chosen = draw(keys.reshape(-1), probs.reshape(-1, vocab)).reshape(sequences, n)
+        return _accept_chosen(chosen, sound, tree, vocab, live)
+    keys = keys_at(sampling, positions)
+    coins = jax.vmap(lambda key: jax.random.uniform(key, (n,), jnp.float32))(substream(keys, COIN_STREAM))
     path, accept_len, residual = jax.vmap(rejection_walk)(
         probs, draft_probs, tree.tokens, tree.parents, coins
     )
-    return _emit(tree, path, accept_len, draw(split[:, 1], residual), sound, live)
+    return _emit(tree, path, accept_len, draw(substream(keys, BONUS_STREAM), residual), sound, live)
+
+
+def _accept_chosen(chosen: Int32[Array, "S n"], sound, tree: DraftTree, vocab: int, live) -> Acceptance:
+    """Follow the children that have the token chosen at their parent."""
+
+    def one(chosen, tokens, parents):
+        def attempt(node, current, state):
+            return tokens[node] == chosen[current], state
+
+        path, accept_len, _ = _walk(tokens, parents, vocab, (), attempt)
+        return path, accept_len, chosen[path[accept_len - 1]]
+
+    path, accept_len, bonus = jax.vmap(one)(chosen, tree.tokens, tree.parents)
+    return _emit(tree, path, accept_len, bonus, sound, live)
 
 
 def rejection_walk(
     probs: Float32[Array, "n V"],
-    draft_probs: Float32[Array, "n V"] | Float32[Array, "n 1"],
+    draft_probs: Float32[Array, "n V"],
     tokens: Int32[Array, "n"],
     parents: Int32[Array, "n"],
     coins: Float32[Array, "n"],
@@ -116,7 +139,7 @@ def rejection_walk(
 
     Args:
         probs: the target's distribution at each node.
-        draft_probs: the distribution that the children of each node were drawn from; width 1 when there is none.
+        draft_probs: the distribution that the children of each node were drawn from.
         tokens: the token of each node.
         parents: the parent of each node.
         coins: uniform in [0, 1), one per node.

@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
 
+# What the substreams of a position's key are for.
+COIN_STREAM, BONUS_STREAM, FIRST_DRAFT_STREAM = 0, 1, 2
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,6 +136,12 @@ def _restrict(
 def keys_at(sampling: SamplingParams, position: Int[Array, "S"]) -> Key[Array, "S"]:
     """The key of each sequence for the draws at `position`: they depend on neither batch nor call."""
     return jax.vmap(jax.random.fold_in)(sampling.keys, position.astype(jnp.uint32))
+
+
+def substream(keys: Key[Array, "S"], number: int | Int[Array, ""]) -> Key[Array, "S"]:
+    """Keys for other draws at the same position."""
+    number = jnp.asarray(number).astype(jnp.uint32)
+    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, number)
 
 
 def draw(keys: Key[Array, "S"], probs: Float32[Array, "S V"]) -> Int32[Array, "S"]:

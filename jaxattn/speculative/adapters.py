@@ -1,0 +1,79 @@
+"""The models of `jaxattn.models` in the roles of the decoding loop."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from jaxattn.speculative.compaction import compact_accepted
+
+if TYPE_CHECKING:
+    from jaxattn.models.load import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramTarget:
+    """A model of `jaxattn.models` as the target.
+
+    Attributes:
+        program: what the model computes.
+        options: further arguments of `unified_attention`, as pairs: `(("implementation", "triton"),)`.
+    """
+
+    program: "Program"
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def forward(self, weights, tokens, cache, metadata):
+        """See `TargetModel.forward`."""
+        return self.program.forward(
+            self.program.config, weights, tokens, cache, metadata, **dict(self.options)
+        )
+
+    def logits(self, weights, hidden):
+        """See `TargetModel.logits`."""
+        return self.program.logits(weights, hidden)
+
+    def commit(self, cache, metadata, acceptance):
+        """Move the accepted path of a tree together."""
+        return compact_accepted(cache, metadata, acceptance.path)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentTarget(ProgramTarget):
+    """A model whose cache also holds recurrent states, such as Qwen3.5; it verifies chains only."""
+
+    def commit(self, cache, metadata, acceptance):
+        """Advance the states by the accepted tokens.
+
+        Raises:
+            ValueError: the verify step was one of trees.
+        """
+        if metadata.ancestors is not None:
+            raise ValueError("topk: expected 1 for a target with recurrent states, which has no state per branch")
+        return cache.commit(acceptance.accept_len)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramDraft:
+    """A language model with the target's vocabulary as the draft model."""
+
+    program: "Program"
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def position_shift(self) -> int:
+        """Its cache aligns with the target's."""
+        return 0
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of its hidden states."""
+        return self.program.config.hidden_size
+
+    def forward(self, weights, tokens, hidden, cache, metadata):
+        """See `DraftModel.forward`; the hidden states that come in are not used."""
+        return self.program.forward(
+            self.program.config, weights, tokens, cache, metadata, **dict(self.options)
+        )
+
+    def logits(self, weights, hidden):
+        """See `DraftModel.logits`."""
+        return self.program.logits(weights, hidden.astype(weights.embedding.dtype))

@@ -1,0 +1,156 @@
+"""Requests join and leave a `DecoderState` between calls of the loop; nothing is read from the device."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from jaxattn.index64 import cdiv, index64
+from jaxattn.speculative.sampling import SamplingParams
+from jaxattn.speculative.state import DecoderState
+
+
+@index64
+def admit(
+    state: DecoderState,
+    row: int,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    pages: Int[np.ndarray, "pages"],
+    window_pages: Int[np.ndarray, "ring"] | None = None,
+    stop_tokens: Sequence[int] = (),
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> DecoderState:
+    """Put a prompt into a free row; `SpeculativeDecoder.prefill` then writes its keys and makes the row live.
+
+    Args:
+        state: the batch.
+        row: a row that no request uses.
+        prompt: token ids, at least one.
+        max_new_tokens: tokens after which the row ends.
+        pages: physical pages of the row, in order. Those for the first `len(prompt) + lookahead` tokens at least;
+            `grant` adds more.
+        window_pages: pages of the row in the window pool, used round robin: logical page b is
+            `window_pages[b % len]`. `window_ring` says how many are enough.
+        stop_tokens: ids that end the row.
+        temperature: see `SamplingParams.create`, as the next two.
+        top_k: see there.
+        top_p: see there.
+        seed: of the row's draws.
+
+    Raises:
+        ValueError: the prompt is empty or does not fit, there are too many pages or stop tokens, or window pages
+            are missing or not wanted.
+    """
+    _check_row(state, row)
+    prompt = np.asarray(prompt, np.int32)
+    max_context_len, max_stops = state.history.shape[1], state.stop_tokens.shape[1]
+    if prompt.ndim != 1 or not prompt.size:
+        raise ValueError(f"prompt: expected at least one token, got shape {list(prompt.shape)}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
+    limit = prompt.size + max_new_tokens
+    if limit > max_context_len:
+        raise ValueError(
+            f"prompt: expected at most {max_context_len - max_new_tokens} tokens, so that {max_new_tokens} new ones "
+            f"fit into max_context_len={max_context_len}, got {prompt.size}"
+        )
+    if len(stop_tokens) > max_stops:
+        raise ValueError(
+            f"stop_tokens: expected at most {max_stops}, got {len(stop_tokens)}; raise max_stop_tokens"
+        )
+    if (window_pages is not None) != (state.swa_page_table is not None):
+        raise ValueError(
+            "window_pages: expected pages with a window pool and None without, "
+            f"got {window_pages} with swa_page_table {'set' if state.swa_page_table is not None else 'None'}"
+        )
+    sampling = SamplingParams.create(1, temperature=temperature, top_k=top_k, top_p=top_p, seed=[seed])
+    history = np.zeros(max_context_len, np.int32)
+    history[: prompt.size] = prompt
+    stops = np.full(max_stops, -1, np.int32)
+    stops[: len(stop_tokens)] = stop_tokens
+    ring = None
+    if window_pages is not None:
+        window_pages = np.asarray(window_pages, np.int64)
+        ring = window_pages[np.arange(state.page_table.shape[1]) % len(window_pages)]
+    values = {
+        "history": history,
+        "lengths": prompt.size,
+        "cached": 0,
+        "limits": limit,
+        "filling": True,
+        "live": False,
+        "sound": True,
+        "passes": 0,
+        "stop_tokens": stops,
+        "swa_page_table": ring,
+    }
+    state = _set_row(state, row, values)
+    keep = jax.tree.map(lambda old, new: old.at[row].set(new[0]), state.sampling, sampling)
+    return grant(dataclasses.replace(state, sampling=keep), row, pages)
+
+
+@index64
+def grant(state: DecoderState, row: int, pages: Int[np.ndarray, "pages"]) -> DecoderState:
+    """Give a row its pages, all of them in order; a row that waited for pages goes on in the next cycle.
+
+    Raises:
+        ValueError: there is no such row, or more pages than its table holds.
+    """
+    _check_row(state, row)
+    pages, width = np.asarray(pages, np.int64), state.page_table.shape[1]
+    if len(pages) > width:
+        raise ValueError(f"pages: expected at most the {width} of a table row, got {len(pages)}")
+    table = np.zeros(width, np.int64)
+    table[: len(pages)] = pages
+    return _set_row(state, row, {"page_table": table, "capacity": len(pages) * state.page_size})
+
+
+@index64
+def release(state: DecoderState, row: int) -> DecoderState:
+    """Free a row, whatever it is doing; its pages are the caller's again.
+
+    Raises:
+        ValueError: there is no such row.
+    """
+    _check_row(state, row)
+    values = dict.fromkeys(("lengths", "cached", "limits", "capacity", "filling", "live", "page_table"), 0)
+    return _set_row(state, row, values | {"swa_page_table": None if state.swa_page_table is None else 0})
+
+
+def window_ring(sliding_window: int, rows: int, page_size: int) -> int:
+    """Pages of a ring that holds every key which a call of `rows` query rows per sequence can see or write.
+
+    Args:
+        sliding_window: keys visible to a query, counting itself.
+        rows: the most query rows of a sequence in a call: prefill chunk or draft tokens.
+        page_size: tokens in a page.
+
+    Example:
+        >>> from jaxattn.speculative import window_ring
+        >>> window_ring(sliding_window=8, rows=4, page_size=4)
+        4
+    """
+    return cdiv(sliding_window + rows - 2, page_size) + 1
+
+
+def _check_row(state, row):
+    if not 0 <= row < state.num_seqs:
+        raise ValueError(f"row: expected a row in [0, {state.num_seqs}), got {row}")
+
+
+def _set_row(state: DecoderState, row: int, values: dict) -> DecoderState:
+    def updated(name, value):
+        array = getattr(state, name)
+        return array.at[row].set(jnp.asarray(value, array.dtype))
+
+    return dataclasses.replace(
+        state, **{name: updated(name, value) for name, value in values.items() if value is not None}
+    )
