@@ -24,7 +24,7 @@ DEFAULT_ARCHS = ("gfx942", "gfx950", "sm90")
 COLUMNS = (
     ("regs", 5),
     ("AGPR", 5),
-    ("spills", 7),
+    ("spills", 11),
     ("LDS KiB", 8),
     ("waves", 6),
     ("MMA", 5),
@@ -45,10 +45,11 @@ def reports(arch: str, contains: str = "") -> Iterable[Report]:
 def row(report: Report, width: int) -> str:
     """One line of the table."""
     load = "-" if report.load_bytes is None else f"{report.load_bytes}{' LDS' if report.direct_loads else ''}"
+    spills = next((f"{number} {kind.removesuffix(' bytes')}" for kind, number in report.spills.items()), "")
     cells = (
         report.registers,
         report.accumulators or "-",
-        sum(report.spills.values()) or "-",
+        spills or "-",
         f"{report.shared / KIB:.1f}",
         f"{report.occupancy:g}",
         report.matrix_instructions or "-",

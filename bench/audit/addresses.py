@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from bench.audit.mlir import VALUE, Module, Operation
 from bench.audit.mlir_text import UnreadableIR
 
-# A length, a depth or a bit mask counts keys of one sequence; it is never multiplied by a pool's stride.
-COUNTS = frozenset({"seqused_k", "lengths", "depths", "ancestors"})
+# Lengths, depths, tile numbers and bit masks count within one sequence; a pool's stride never multiplies them.
+COUNTS = frozenset({"seqused_k", "depths", "ancestors", "tile_start", "block_index"})
 
 READS = ("tt.load", "tt.atomic_rmw", "tt.atomic_cas", "tt.descriptor_load", "tt.descriptor_gather")
 BUFFER_READS = ("buffer_load", "buffer_atomic_rmw", "buffer_atomic_cas")
@@ -26,6 +26,11 @@ class Finding:
     array: str
     location: str
     uses: tuple[str, ...]
+
+    @property
+    def is_address(self) -> bool:
+        """Whether it is an address, rather than arithmetic that may lead to one."""
+        return any("offset" in use for use in self.uses)
 
     def __str__(self) -> str:
         what = "the program's number" if self.array == PROGRAM_ID else f"an id from {self.array}"
@@ -66,17 +71,15 @@ class Provenance:
         return {arguments[value] for value in self._walk(pointer, self._is_pointer) if value in arguments}
 
     def loaded_from(self, value: str) -> set[str]:
-        """Arguments whose contents `value` depends on as a number, not only through a comparison.
+        """Arguments whose contents `value` depends on as a number, not only through a comparison."""
+        reads = self._walk(value, lambda v: self.module.width(v) != 1) & self.reads.keys()
+        return set().union(*(self.roots(self.reads[read]) for read in reads))
 
-        The number of the program counts as an argument of its own, `program_id`.
-        """
-        found = set()
-        for each in self._walk(value, lambda v: self.module.width(v) != 1):
-            if each in self.reads:
-                found |= self.roots(self.reads[each])
-            elif (operation := self.module.producers.get(each)) and operation.name == "tt.get_program_id":
-                found.add(PROGRAM_ID)
-        return found
+    def never_widened(self, value: str) -> bool:
+        """Whether `value` depends on the program's number through 32-bit values alone."""
+        producers = self.module.producers
+        walked = self._walk(value, lambda v: 1 < (self.module.width(v) or 0) <= 32)
+        return any(producers[v].name == "tt.get_program_id" for v in walked if v in producers)
 
     def reads_of_memory(self) -> Iterator[tuple[Operation, str]]:
         """Every operation that reads global memory, with its pointer."""
@@ -167,12 +170,17 @@ def buffer_offset(operation: Operation) -> str:
 
 
 def find_narrow(module: Module, arrays: Set[str]) -> list[Finding]:
-    """Uses of 32 bits that a value loaded from one of `arrays` reaches, grouped by array and line."""
+    """Uses of 32 bits that a value loaded from one of `arrays` reaches, grouped by array and line.
+
+    `program_id` among them stands for the program's number. That itself fits 32 bits, so only its products are
+    found, and only where it was never widened: what is computed from it in 64 bits may well be small again.
+    """
     provenance = Provenance(module)
     uses: dict[tuple[str, str], dict[str, None]] = {}
     for operation, value, use in narrow_uses(module):
-        # a program's number fits 32 bits, its product with a stride need not
-        followed = arrays if operation.name in PRODUCTS else arrays - {PROGRAM_ID}
-        for array in sorted(provenance.loaded_from(value) & followed):
+        found = provenance.loaded_from(value)
+        if operation.name in PRODUCTS and provenance.never_widened(value):
+            found.add(PROGRAM_ID)
+        for array in sorted(found & arrays):
             uses.setdefault((array, operation.location), {})[use] = None
     return [Finding(array, location, tuple(found)) for (array, location), found in uses.items()]

@@ -5,7 +5,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 WORDS = {
     "ubyte": 1,
@@ -18,6 +18,7 @@ WORDS = {
     "dwordx3": 12,
     "dwordx4": 16,
 }
+MATRIX = re.compile(r"\b(?:v_s?mfmac?_\w+|HGMMA|QGMMA|IGMMA|HMMA|IMMA|DMMA)\b")
 
 
 @dataclass(frozen=True)
@@ -33,15 +34,35 @@ class Load:
 class Machine:
     """What one kernel uses.
 
-    `registers` counts VGPR and AGPR together, `accumulators` the AGPR among them; `spills` names what
-    was spilled, with its count, and is empty for a kernel that keeps everything in registers.
+    `registers` counts VGPR and AGPR together, `accumulators` the AGPR among them. `spills` names what was
+    spilled, with its count; `reloads` counts the moves of spilled values inside the loops over tiles.
     """
 
     registers: int
     accumulators: int
     spills: dict[str, int]
+    reloads: int
     matrix_instructions: int
-    loads: list[Load] = field(default_factory=list)
+    loads: list[Load]
+
+
+def moves_in_tile_loops(assembly: str, moves: str) -> int:
+    """Count instructions that match `moves` in the innermost loops that multiply tiles.
+
+    Where no loop multiplies tiles, all of the code counts.
+    """
+    lines = assembly.splitlines()
+    labels: dict[str, int] = {}
+    loops = []
+    for i, line in enumerate(lines):
+        if match := re.match(r"\s*(\.L\w+):", line):
+            labels[match[1]] = i
+        elif (match := re.search(r"\b(?:BRA|s_c?branch\w*)\b.*?(\.L\w+)", line)) and match[1] in labels:
+            loops.append(range(labels[match[1]], i + 1))
+    loops = [loop for loop in loops if any(MATRIX.search(lines[i]) for i in loop)]
+    inner = [a for a in loops if not any(b != a and b.start >= a.start and b.stop <= a.stop for b in loops)]
+    counted = {i for loop in inner for i in loop} or range(len(lines))
+    return sum(bool(re.search(moves, lines[i])) for i in counted)
 
 
 def located_lines(assembly: str) -> Iterator[tuple[str, str]]:
@@ -81,6 +102,7 @@ def read_amdgcn(assembly: str) -> Machine:
         "SGPR": count("sgpr_spill_count"),
         "scratch bytes": count("private_segment_fixed_size"),
     }
+    spills = {kind: number for kind, number in spills.items() if number}
     loads = []
     for line, location in located_lines(assembly):
         if match := re.match(r"(?:global|buffer|flat)_load_(lds_)?(\w+?)(?:_d16\w*)?\s", line):
@@ -88,7 +110,8 @@ def read_amdgcn(assembly: str) -> Machine:
     return Machine(
         registers=count("vgpr_count"),
         accumulators=count("agpr_count"),
-        spills={name: number for name, number in spills.items() if number},
+        spills=spills,
+        reloads=moves_in_tile_loops(assembly, r"\bv_(?:read|write)lane_b32\b|\bscratch_") if spills else 0,
         matrix_instructions=len(re.findall(r"^\s+v_s?mfmac?_", assembly, re.M)),
         loads=loads,
     )
@@ -100,6 +123,7 @@ def read_cuda(ptx: str, cubin: bytes) -> Machine:
     registers, stack, local = (
         int(re.search(rf"\b{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL")
     )
+    spills = {kind: number for kind, number in (("stack bytes", stack), ("local bytes", local)) if number}
     loads = []
     for line, location in located_lines(ptx):
         if match := re.match(
@@ -113,20 +137,31 @@ def read_cuda(ptx: str, cubin: bytes) -> Machine:
     return Machine(
         registers=registers,
         accumulators=0,
-        spills={name: number for name, number in (("stack bytes", stack), ("local bytes", local)) if number},
+        spills=spills,
+        reloads=moves_in_tile_loops(disassembly(cubin), r"\b(?:STL|LDL)\b") if spills else 0,
         matrix_instructions=len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)\b", ptx)),
         loads=loads,
     )
 
 
 def resource_usage(cubin: bytes) -> str:
-    """What the bundled `cuobjdump` says of a cubin's registers and memory."""
+    """What the bundled `cuobjdump` says of a kernel's registers and memory."""
+    text = run_on_cubin("cuobjdump", "--dump-resource-usage", cubin)
+    # the last line is the kernel's; the ones before it are constants that functions share
+    return text.strip().splitlines()[-1]
+
+
+def disassembly(cubin: bytes) -> str:
+    """Machine code with labels, from the bundled `nvdisasm`."""
+    return run_on_cubin("nvdisasm", "-c", cubin)
+
+
+def run_on_cubin(tool: str, option: str, cubin: bytes) -> str:
+    """Output of one of the CUDA tools that come with Triton."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    # the last line is the kernel's; the ones before it are constants that functions share
-    return text.strip().splitlines()[-1]
+        command = [getattr(knobs.nvidia, tool).path, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

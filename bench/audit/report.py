@@ -10,7 +10,7 @@ from bench.audit.mlir import Module, read_module
 from bench.audit.mlir_text import UnreadableIR
 from bench.audit.targets import Target
 
-CACHES = frozenset({"k_cache", "v_cache"})
+CACHES = frozenset({"k", "v", "k_cache", "v_cache"})
 PRODUCTS = ("tt.dot", "tt.dot_scaled", "ttng.warp_group_dot")
 FULL_WIDTH = 16
 
@@ -20,8 +20,8 @@ class Report:
     """What a kernel uses on one architecture, what is wrong with it, and what is worth knowing.
 
     `load_bytes` is the narrowest load of K or V in bytes a lane, None for a kernel that reads neither;
-    `occupancy` counts waves per SIMD. `notes` name counts that reach 32 bits, which is safe: they are
-    lengths, never multiplied by a pool's stride.
+    `occupancy` counts waves per SIMD. `notes` name cheap spills, and counts that reach a 32-bit offset, which
+    is safe: they are never multiplied by a pool's stride.
     """
 
     name: str
@@ -56,10 +56,9 @@ def audit(compiled: Compiled, counts: Set[str] = COUNTS, caches: Set[str] = CACH
     machine = (
         read_amdgcn(compiled.assembly) if target.is_amd else read_cuda(compiled.assembly, compiled.cubin)
     )
-    failures = [f"spills: {number} {kind}" for kind, number in machine.spills.items()]
+    failures, notes = judge_spills(machine)
     if compiled.shared > target.shared_limit:
         failures.append(f"shared memory: {compiled.shared} bytes, {target.arch} has {target.shared_limit}")
-    notes: list[str] = []
     loads = []
     try:
         before, after = read_module(compiled.ttir), read_module(compiled.ttgir)
@@ -67,7 +66,7 @@ def audit(compiled: Compiled, counts: Set[str] = COUNTS, caches: Set[str] = CACH
         findings = [f for m in (before, after) for f in find_narrow(m, index_arrays(m, counts))]
         failures += dict.fromkeys(str(finding) for finding in findings)
         lengths = {name for name in after.arguments.values() if base_name(name) in counts}
-        notes += dict.fromkeys(str(finding) for finding in find_narrow(after, lengths))
+        notes += dict.fromkeys(str(finding) for finding in find_narrow(after, lengths) if finding.is_address)
         lines = cache_lines(after, caches)
         loads = [load for load in machine.loads if load.location in lines]
         failures += narrow_loads(lines, loads)
@@ -88,6 +87,19 @@ def audit(compiled: Compiled, counts: Set[str] = COUNTS, caches: Set[str] = CACH
         failures=tuple(failures),
         notes=tuple(notes),
     )
+
+
+def judge_spills(machine: Machine) -> tuple[list[str], list[str]]:
+    """Failures and notes on spills.
+
+    AMD's compiler may spill an SGPR to a lane of a VGPR, and CUDA's a value that is needed once: neither costs
+    anything unless it is moved for each tile. A VGPR that is spilled to memory always fails.
+    """
+    found = [f"spills: {number} {kind}" for kind, number in machine.spills.items()]
+    if machine.reloads:
+        found[0] += f", {machine.reloads} moves inside the loops over tiles"
+    cheap = not machine.reloads and not {"VGPR", "scratch bytes"} & machine.spills.keys()
+    return ([], found) if cheap else (found, [])
 
 
 def scalar_products(module: Module, machine: Machine, target: Target) -> list[str]:
