@@ -16,10 +16,11 @@ from typing import ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Int64
+from jaxtyping import Array, Int64, Integer
 
 P = ParamSpec("P")
 R = TypeVar("R")
+IndexArray = Array | np.ndarray
 
 
 def index64(function: Callable[P, R]) -> Callable[P, R]:
@@ -76,7 +77,7 @@ def as_index(value, name: str) -> jax.Array:
     return jnp.asarray(as_integer(value, name), dtype=jnp.int64)
 
 
-def take_or_padding(table: Int[Array, "..."], *indices: Int64[Array, "..."]) -> Int64[Array, "..."]:
+def take_or_padding(table: Integer[IndexArray, "..."], *indices: Int64[Array, "..."]) -> Int64[Array, "..."]:
     """Gather `table[indices]`, one index array per axis, as int64; -1 where an index is out of range.
 
     JAX would clamp or wrap such an index. The axes stay apart, so no flat offset is formed that could

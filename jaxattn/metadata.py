@@ -5,10 +5,10 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Int64, UInt64
+from jaxtyping import Array, Int64, Integer, UInt64
 
 from jaxattn import query_rows
-from jaxattn.index64 import as_index, cdiv, index64
+from jaxattn.index64 import IndexArray, as_index, cdiv, index64
 from jaxattn.table_inputs import TableInputs, assemble, table_options
 
 
@@ -70,7 +70,7 @@ class AttentionMetadata:
         return dataclasses.replace(self, page_table=self.swa_page_table, swa_page_table=None)
 
     @index64
-    def advance(self, n: int | Int[Array, ""] | Int[Array, "S"]) -> "AttentionMetadata":
+    def advance(self, n: int | Integer[IndexArray, ""] | Integer[IndexArray, "S"]) -> "AttentionMetadata":
         """Return the metadata with `n` more keys in each live sequence; padding sequences stay neutral.
 
         The tables stay as they are, so they must cover the new tokens: build with `lookahead`. The plan
@@ -86,12 +86,12 @@ class AttentionMetadata:
         n = as_index(n, "n")
         if n.shape not in ((), (self.num_seqs,)):
             raise ValueError(f"n: expected a scalar or shape [S] = [{self.num_seqs}], got {list(n.shape)}")
-        seqused_k = query_rows.advance(self.cu_seqlens_q, self.seqused_k, n)
+        seqused_k = query_rows.advance(self.seqused_k, self.cu_seqlens_q, n)
         return dataclasses.replace(self, seqused_k=seqused_k, plan=None)
 
     @index64
     def with_lengths(
-        self, seqused_k: Int[Array, "S"], cu_seqlens_q: Int[Array, "S+1"] | None = None
+        self, seqused_k: Integer[IndexArray, "S"], cu_seqlens_q: Integer[IndexArray, "S+1"] | None = None
     ) -> "AttentionMetadata":
         """Return the metadata with other lengths, of any integer dtype; the plan is dropped.
 
@@ -112,7 +112,7 @@ class AttentionMetadata:
         return dataclasses.replace(
             self,
             cu_seqlens_q=cu_seqlens_q,
-            seqused_k=query_rows.neutralise(cu_seqlens_q, seqused_k),
+            seqused_k=query_rows.neutralise(seqused_k, cu_seqlens_q),
             plan=None,
         )
 
@@ -156,7 +156,7 @@ class AttentionMetadata:
     @index64
     def sequence_ids(self, num_tokens: int) -> Int64[Array, "T"]:
         """Return the sequence of each query row; -1 for the rows of padding and behind the last sequence."""
-        return query_rows.sequence_ids(self.cu_seqlens_q, self.seqused_k, num_tokens)
+        return query_rows.sequence_ids(self.seqused_k, self.cu_seqlens_q, num_tokens)
 
     @index64
     def positions(self, num_tokens: int) -> Int64[Array, "T"]:
@@ -166,7 +166,7 @@ class AttentionMetadata:
         the rows of padding.
         """
         self._check_num_tokens(num_tokens)
-        return query_rows.positions(self.cu_seqlens_q, self.seqused_k, self.ancestors, num_tokens)
+        return query_rows.positions(self.seqused_k, self.cu_seqlens_q, self.ancestors, num_tokens)
 
     @index64
     def slots(self, num_tokens: int) -> Int64[Array, "T"]:
@@ -176,8 +176,8 @@ class AttentionMetadata:
         """
         return query_rows.slots(
             self.page_table,
-            self.cu_seqlens_q,
             self.seqused_k,
+            self.cu_seqlens_q,
             num_tokens=num_tokens,
             page_size=self.page_size,
         )
@@ -193,8 +193,8 @@ class AttentionMetadata:
 @index64
 def extend_metadata(
     *,
-    seqused_k: Int[Array, "S"],
-    cu_seqlens_q: Int[Array, "S+1"],
+    seqused_k: Integer[IndexArray, "S"],
+    cu_seqlens_q: Integer[IndexArray, "S+1"],
     max_seqlen_q: int,
     **table: Unpack[TableInputs],
 ) -> AttentionMetadata:
@@ -223,12 +223,16 @@ def extend_metadata(
         >>> chunk.page_table.tolist(), chunk.positions(5).tolist(), chunk.slots(5).tolist()
         ([[3, 1], [2, 0]], [2, 3, 4, 0, 1], [14, 15, 4, 8, 9])
     """
+    if max_seqlen_q < 0:
+        raise ValueError(f"max_seqlen_q: expected at least 0, got {max_seqlen_q}")
     lengths, indptr = as_index(seqused_k, "seqused_k"), as_index(cu_seqlens_q, "cu_seqlens_q")
     return _build("extend", lengths, 0, max_seqlen_q, table, cu_seqlens_q=indptr)
 
 
 @index64
-def decode_metadata(*, seqused_k: Int[Array, "S"], **table: Unpack[TableInputs]) -> AttentionMetadata:
+def decode_metadata(
+    *, seqused_k: Integer[IndexArray, "S"], **table: Unpack[TableInputs]
+) -> AttentionMetadata:
     """Build the metadata of a decode step: one query row per sequence, row s for sequence s.
 
     `seqused_k` includes the token being decoded. A sequence of length 0 is padding.
@@ -255,7 +259,7 @@ def decode_metadata(*, seqused_k: Int[Array, "S"], **table: Unpack[TableInputs])
 @index64
 def target_verify_metadata(
     *,
-    prefix_lens: Int[Array, "S"],
+    prefix_lens: Integer[IndexArray, "S"],
     num_draft_tokens: int,
     ancestors: UInt64[Array, "T W"] | None = None,
     **table: Unpack[TableInputs],
@@ -288,8 +292,6 @@ def target_verify_metadata(
         ([5], [3, 4], [7, 2])
     """
     prefix_lens = as_index(prefix_lens, "prefix_lens")
-    if ancestors is not None:
-        _check_ancestors(ancestors, prefix_lens.shape[0] * num_draft_tokens, num_draft_tokens)
     return _build(
         "target_verify", prefix_lens, num_draft_tokens, num_draft_tokens, table, ancestors=ancestors
     )
@@ -297,7 +299,10 @@ def target_verify_metadata(
 
 @index64
 def draft_decode_metadata(
-    *, prefix_lens: Int[Array, "S"], step: int | Int[Array, ""], **table: Unpack[TableInputs]
+    *,
+    prefix_lens: Integer[IndexArray, "S"],
+    step: int | Integer[IndexArray, ""],
+    **table: Unpack[TableInputs],
 ) -> AttentionMetadata:
     """Build the metadata of draft decode step i: one query row per sequence, which sees its earlier drafts.
 
@@ -334,7 +339,7 @@ def draft_decode_metadata(
 
 @index64
 def draft_extend_metadata(
-    *, seqused_k: Int[Array, "S"], num_draft_tokens: int, **table: Unpack[TableInputs]
+    *, seqused_k: Integer[IndexArray, "S"], num_draft_tokens: int, **table: Unpack[TableInputs]
 ) -> AttentionMetadata:
     """Build the metadata of a draft extend: a constant n query rows per sequence, whatever was accepted.
 
@@ -367,11 +372,14 @@ def draft_extend_metadata(
 def _build(mode, lengths, added, q_len, table, cu_seqlens_q=None, ancestors=None):
     """Check the inputs of a builder and assemble its metadata; `seqused_k = lengths + added`."""
     rows, options = table_options(**table)
-    if q_len < (cu_seqlens_q is None):
-        name = "max_seqlen_q" if cu_seqlens_q is not None else "num_draft_tokens"
-        raise ValueError(f"{name}: expected a positive number, got {q_len}")
     query_rows.check_lengths(rows.num_seqs, lengths, cu_seqlens_q)
+    if ancestors is not None:
+        _check_ancestors(ancestors, rows.num_seqs * q_len, q_len)
+        # A numpy array would lose its upper words at the boundary of a caller's jit.
+        ancestors = jnp.asarray(ancestors)
     page_size, max_pages = options["page_size"], options["max_pages"]
+    if cu_seqlens_q is None and q_len < 1:
+        raise ValueError(f"num_draft_tokens: expected at least 1, got {q_len}")
     if cu_seqlens_q is None and q_len > max(1, max_pages * page_size):
         raise ValueError(
             f"max_pages: expected at least {cdiv(q_len, page_size)} pages of {page_size} for the {q_len} draft "

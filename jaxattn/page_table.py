@@ -23,21 +23,21 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
-from jaxtyping import Array, Bool, Int, Int64, Shaped
+from jaxtyping import Array, Bool, Int64, Integer, Shaped
 
-from jaxattn.index64 import as_index, as_integer, cdiv, index64
-from jaxattn.slot_rows import PooledRows, RaggedRows, SlotRows, pooled_rows, ragged_rows, slot_rows
+from jaxattn.index64 import IndexArray, as_index, as_integer, cdiv, index64
+from jaxattn.slot_rows import RaggedRows, SlotRows, pooled_rows, ragged_rows, slot_rows
 from jaxattn.window_pool import WindowRows
 
 
 @index64
 def page_table_from_ragged(
-    kv_indptr: Int[Array, "S+1"],
-    kv_indices: Int[Array, "nnz"],
+    kv_indptr: Integer[IndexArray, "S_plus_1"],
+    kv_indices: Integer[IndexArray, "nnz"],
     *,
     page_size: int,
     max_pages: int,
-    full_to_swa: Int[Array, "slots+1"] | None = None,
+    full_to_swa: Integer[IndexArray, "full_slots"] | None = None,
     out: Int64[Array, "S M"] | None = None,
 ) -> Int64[Array, "S M"]:
     """Build the page table of ragged slot lists.
@@ -72,13 +72,13 @@ def page_table_from_ragged(
 
 @index64
 def page_table_from_req_to_token(
-    req_to_token: Int[Array, "R C"],
-    req_pool_indices: Int[Array, "S"],
-    lengths: Int[Array, "S"],
+    req_to_token: Integer[IndexArray, "R C"],
+    req_pool_indices: Integer[IndexArray, "S"],
+    lengths: Integer[IndexArray, "S"],
     *,
     page_size: int,
     max_pages: int | None = None,
-    full_to_swa: Int[Array, "slots+1"] | None = None,
+    full_to_swa: Integer[IndexArray, "full_slots"] | None = None,
     out: Int64[Array, "S M"] | None = None,
 ) -> Int64[Array, "S M"]:
     """Build the page table of the rows of a request pool.
@@ -113,13 +113,12 @@ def page_table_from_req_to_token(
     lengths = as_index(lengths, "lengths")
     if lengths.shape != (rows.num_seqs,):
         raise ValueError(f"lengths: expected shape [S] = [{rows.num_seqs}], got {list(lengths.shape)}")
-    max_pages = table_width(rows, page_size, max_pages)
     lengths = jnp.where(rows.marked_live, lengths, 0)
     return _page_table(rows, lengths, page_size, max_pages, full_to_swa, out)
 
 
 def _page_table(rows, lengths, page_size, max_pages, full_to_swa, out):
-    check_layout(page_size, max_pages)
+    max_pages = table_width(rows, page_size, max_pages)
     if full_to_swa is not None:
         rows = WindowRows(rows, as_integer(full_to_swa, "full_to_swa"))
     if out is not None:
@@ -137,7 +136,7 @@ def _page_table_jit(rows, lengths, out, *, page_size, max_pages):
 
 
 def build_page_table(
-    rows: SlotRows, lengths: Int64[Array, "S"], page_size: int, max_pages: int
+    rows: SlotRows | WindowRows, lengths: Int64[Array, "S"], page_size: int, max_pages: int
 ) -> Int64[Array, "S M"]:
     """Build the table of checked `rows` for their first `lengths` positions; call it inside an `index64` scope."""
     pages = page_count(lengths, page_size)[:, None]
@@ -154,7 +153,9 @@ def build_page_table(
     return jnp.where(live, jnp.where(pages <= max_pages, page, -1), 0)
 
 
-def debug_check_rows(rows: SlotRows, lengths: Int64[Array, "S"], page_size: int, max_pages: int) -> None:
+def debug_check_rows(
+    rows: SlotRows | WindowRows, lengths: Int64[Array, "S"], page_size: int, max_pages: int
+) -> None:
     """Add checks by value, which do nothing unless the program is functionalised by `checkify`."""
     num_seqs = rows.num_seqs
     sequence = jnp.arange(num_seqs, dtype=jnp.int64)
@@ -182,14 +183,14 @@ def debug_check_rows(rows: SlotRows, lengths: Int64[Array, "S"], page_size: int,
 
 @index64
 def page_aligned(
-    lengths: Int[Array, "S"],
+    lengths: Integer[IndexArray, "S"],
     *,
     page_size: int,
-    kv_indptr: Int[Array, "S+1"] | None = None,
-    kv_indices: Int[Array, "nnz"] | None = None,
-    req_to_token: Int[Array, "R C"] | None = None,
-    req_pool_indices: Int[Array, "S"] | None = None,
-    max_pages: int,
+    kv_indptr: Integer[IndexArray, "S+1"] | None = None,
+    kv_indices: Integer[IndexArray, "nnz"] | None = None,
+    req_to_token: Integer[IndexArray, "R C"] | None = None,
+    req_pool_indices: Integer[IndexArray, "S"] | None = None,
+    max_pages: int | None = None,
 ) -> Bool[Array, "S"]:
     """Tell which sequences a table of pages of `page_size` can express, looking at every slot.
 
@@ -203,7 +204,7 @@ def page_aligned(
         kv_indices: see `kv_indptr`.
         req_to_token: with `req_pool_indices`, the rows of a request pool.
         req_pool_indices: see `req_to_token`.
-        max_pages: logical pages to look at.
+        max_pages: logical pages to look at; needed with ragged rows, by default all of a pool row.
 
     Returns:
         Bool `[S]`.
@@ -226,7 +227,7 @@ def page_aligned(
         req_to_token=req_to_token,
         req_pool_indices=req_pool_indices,
     )
-    check_layout(page_size, max_pages)
+    max_pages = table_width(rows, page_size, max_pages)
     return _page_aligned(rows, as_index(lengths, "lengths"), page_size, max_pages)
 
 
@@ -243,7 +244,7 @@ def _page_aligned(rows, lengths, page_size, max_pages):
     return jnp.all(in_place, axis=(1, 2)) & jnp.all(lowest >= highest, axis=1)
 
 
-def page_count(lengths: Int64[Array, "..."], page_size: int) -> Int64[Array, "..."]:
+def page_count(lengths: Integer[IndexArray, "*S"], page_size: int) -> Integer[IndexArray, "*S"]:
     """Count the pages that hold `lengths` tokens: `ceil(length / page_size)`, 0 for an empty sequence.
 
     Works on Python integers, numpy arrays and, inside an `index64` scope, JAX arrays.
@@ -257,7 +258,7 @@ def page_count(lengths: Int64[Array, "..."], page_size: int) -> Int64[Array, "..
     return cdiv(lengths, page_size) * (lengths > 0)
 
 
-def last_page_length(lengths: Int64[Array, "..."], page_size: int) -> Int64[Array, "..."]:
+def last_page_length(lengths: Integer[IndexArray, "*S"], page_size: int) -> Integer[IndexArray, "*S"]:
     """Count the tokens in the last page of a sequence: `(length - 1) % page_size + 1`, 0 for an empty sequence.
 
     Works on Python integers, numpy arrays and, inside an `index64` scope, JAX arrays.
@@ -296,18 +297,23 @@ def view_pages(cache: Shaped[Array, "N P *row"], page_size: int) -> Shaped[Array
     return cache.reshape(pages * (tokens // page_size), page_size, *row)
 
 
-def table_width(rows: RaggedRows | PooledRows, page_size: int, max_pages: int | None) -> int:
+def table_width(rows: SlotRows, page_size: int, max_pages: int | None) -> int:
     """Return the columns of the table of `rows`, checked against the width of a request pool.
 
     Raises:
-        ValueError: `max_pages` is missing for ragged rows, or too few for a row of `req_to_token`.
+        ValueError: `page_size` or `max_pages` is out of range, or `max_pages` is missing for ragged rows or too
+            few for a row of `req_to_token`.
     """
+    if page_size < 1:
+        raise ValueError(f"page_size: expected at least 1, got {page_size}")
     if isinstance(rows, RaggedRows):
         if max_pages is None:
             raise ValueError("max_pages: expected a number with kv_indptr and kv_indices, got None")
+        if max_pages < 0:
+            raise ValueError(f"max_pages: expected at least 0, got {max_pages}")
         return max_pages
     width = rows.req_to_token.shape[1]
-    needed = cdiv(width, max(page_size, 1))
+    needed = cdiv(width, page_size)
     if max_pages is None:
         return needed
     if max_pages < needed:
@@ -316,14 +322,6 @@ def table_width(rows: RaggedRows | PooledRows, page_size: int, max_pages: int | 
             f"row, got {max_pages}; raise max_pages or pass req_to_token[:, :{max_pages * page_size}]"
         )
     return max_pages
-
-
-def check_layout(page_size: int, max_pages: int) -> None:
-    """Raise ValueError unless `page_size` and `max_pages` are in range."""
-    if page_size < 1:
-        raise ValueError(f"page_size: expected at least 1, got {page_size}")
-    if max_pages < 0:
-        raise ValueError(f"max_pages: expected at least 0, got {max_pages}")
 
 
 def check_destination(out: jax.Array | None, num_seqs: int, max_pages: int, name: str) -> None:

@@ -33,27 +33,27 @@ def constant_cu_seqlens(live: Bool[Array, "S"], q_len: int) -> Int64[Array, "S+1
     return jnp.minimum(jnp.arange(num_seqs + 1, dtype=jnp.int64), jnp.max(ends, initial=0)) * q_len
 
 
-def lengths_of_rows(cu_seqlens_q: Int64[Array, "S+1"]) -> Int64[Array, "S"]:
+def lengths_of_rows(cu_seqlens_q: Int64[Array, "S_plus_1"]) -> Int64[Array, "S"]:
     """Count the query rows of each sequence."""
     return cu_seqlens_q[1:] - cu_seqlens_q[:-1]
 
 
 @jax.jit
-def neutralise(cu_seqlens_q: Int64[Array, "S+1"], seqused_k: Int64[Array, "S"]) -> Int64[Array, "S"]:
+def neutralise(seqused_k: Int64[Array, "S"], cu_seqlens_q: Int64[Array, "S+1"]) -> Int64[Array, "S"]:
     """Set the length of a sequence without query rows to 0."""
     return jnp.where(lengths_of_rows(cu_seqlens_q) > 0, seqused_k, 0)
 
 
 @jax.jit
 def advance(
-    cu_seqlens_q: Int64[Array, "S+1"], seqused_k: Int64[Array, "S"], n: Int64[Array, "*"]
+    seqused_k: Int64[Array, "S"], cu_seqlens_q: Int64[Array, "S+1"], n: Int64[Array, "*"]
 ) -> Int64[Array, "S"]:
     """Add `n` keys to the sequences that have query rows and keys."""
     live = (lengths_of_rows(cu_seqlens_q) > 0) & (seqused_k > 0)
     return jnp.where(live, seqused_k + n, seqused_k)
 
 
-def _locate(cu_seqlens_q, seqused_k, num_tokens):
+def _locate(seqused_k, cu_seqlens_q, num_tokens):
     row = jnp.arange(num_tokens, dtype=jnp.int64)
     sequence = jnp.searchsorted(cu_seqlens_q[1:], row, side="right").astype(jnp.int64)
     keys = take_or_padding(seqused_k, sequence)
@@ -65,22 +65,22 @@ def _locate(cu_seqlens_q, seqused_k, num_tokens):
 
 @functools.partial(jax.jit, static_argnames=("num_tokens",))
 def sequence_ids(
-    cu_seqlens_q: Int64[Array, "S+1"], seqused_k: Int64[Array, "S"], num_tokens: int
+    seqused_k: Int64[Array, "S"], cu_seqlens_q: Int64[Array, "S+1"], num_tokens: int
 ) -> Int64[Array, "T"]:
     """Find the sequence of each row; -1 for rows of padding."""
-    sequence, live, _, _ = _locate(cu_seqlens_q, seqused_k, num_tokens)
+    sequence, live, _, _ = _locate(seqused_k, cu_seqlens_q, num_tokens)
     return jnp.where(live, sequence, -1)
 
 
 @functools.partial(jax.jit, static_argnames=("num_tokens",))
 def positions(
-    cu_seqlens_q: Int64[Array, "S+1"],
     seqused_k: Int64[Array, "S"],
+    cu_seqlens_q: Int64[Array, "S+1"],
     ancestors: UInt64[Array, "T W"] | None,
     num_tokens: int,
 ) -> Int64[Array, "T"]:
     """Find the position of each row: context + row, or context + depth with a tree; 0 for rows of padding."""
-    _, live, context, offset = _locate(cu_seqlens_q, seqused_k, num_tokens)
+    _, live, context, offset = _locate(seqused_k, cu_seqlens_q, num_tokens)
     if ancestors is not None:
         bits = jnp.sum(jax.lax.population_count(ancestors).astype(jnp.int64), axis=1)
         offset = jnp.maximum(bits - 1, 0)
@@ -90,14 +90,14 @@ def positions(
 @functools.partial(jax.jit, static_argnames=("num_tokens", "page_size"))
 def slots(
     page_table: Int64[Array, "S M"],
-    cu_seqlens_q: Int64[Array, "S+1"],
     seqused_k: Int64[Array, "S"],
+    cu_seqlens_q: Int64[Array, "S+1"],
     *,
     num_tokens: int,
     page_size: int,
 ) -> Int64[Array, "T"]:
     """Find the slot of each row's own key; -1 for rows of padding and for a key without a page."""
-    sequence, live, context, offset = _locate(cu_seqlens_q, seqused_k, num_tokens)
+    sequence, live, context, offset = _locate(seqused_k, cu_seqlens_q, num_tokens)
     key_index = jnp.where(live, context + offset, -1)
     page = take_or_padding(page_table, sequence, key_index // page_size)
     return jnp.where(page >= 0, page * page_size + key_index % page_size, -1)

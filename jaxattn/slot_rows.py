@@ -1,34 +1,12 @@
 """Where the slots of each sequence are listed: a ragged index list, or a request pool."""
 
 import dataclasses
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Int64
+from jaxtyping import Array, Bool, Int64, Integer
 
-from jaxattn.index64 import as_index, as_integer, take_or_padding
-
-
-class SlotRows(Protocol):
-    """The slots of S sequences, by position; its methods are called inside an `index64` scope."""
-
-    @property
-    def num_seqs(self) -> int:
-        """Number of sequences."""
-
-    @property
-    def marked_live(self) -> Bool[Array, "S"]:
-        """Sequences that the rows themselves do not mark as padding."""
-
-    def slots(self, position: Int64[Array, "S X"]) -> Int64[Array, "S X"]:
-        """Slot of each position of each sequence, -1 where there is none."""
-
-    def reach(self, lengths: Int64[Array, "S"], lookahead: Int64[Array, ""]) -> Int64[Array, "S"]:
-        """Positions that a table built for `lengths` tokens can cover for `lookahead` more."""
-
-    def holds(self, lengths: Int64[Array, "S"]) -> Bool[Array, "S"]:
-        """Whether the rows list `lengths` slots, within the bounds of the index arrays."""
+from jaxattn.index64 import IndexArray, as_index, as_integer, take_or_padding
 
 
 @jax.tree_util.register_dataclass
@@ -36,8 +14,8 @@ class SlotRows(Protocol):
 class RaggedRows:
     """Slots of sequence `s` at `kv_indices[kv_indptr[s] : kv_indptr[s + 1]]`; entries after the last are slack."""
 
-    kv_indptr: Int64[Array, "S+1"]
-    kv_indices: Int[Array, "nnz"]
+    kv_indptr: Int64[Array, "S_plus_1"]
+    kv_indices: Integer[IndexArray, "nnz"]
 
     @property
     def num_seqs(self) -> int:
@@ -75,7 +53,7 @@ class RaggedRows:
 class PooledRows:
     """Slots of sequence `s` at `req_to_token[req_pool_indices[s], :]`; a pool index of -1 is a padding sequence."""
 
-    req_to_token: Int[Array, "R C"]
+    req_to_token: Integer[IndexArray, "R C"]
     req_pool_indices: Int64[Array, "S"]
 
     @property
@@ -100,6 +78,9 @@ class PooledRows:
         """Whether the pool has the row and its width holds `lengths` slots."""
         pool_rows, width = self.req_to_token.shape
         return (lengths <= 0) | ((self.req_pool_indices < pool_rows) & (lengths <= width))
+
+
+SlotRows = RaggedRows | PooledRows
 
 
 def ragged_rows(kv_indptr, kv_indices) -> RaggedRows:
@@ -132,9 +113,7 @@ def pooled_rows(req_to_token, req_pool_indices) -> PooledRows:
     return PooledRows(pool, rows)
 
 
-def slot_rows(
-    *, kv_indptr=None, kv_indices=None, req_to_token=None, req_pool_indices=None
-) -> RaggedRows | PooledRows:
+def slot_rows(*, kv_indptr=None, kv_indices=None, req_to_token=None, req_pool_indices=None) -> SlotRows:
     """Check whichever form of slot lists is given and wrap it; call it inside an `index64` scope.
 
     Raises:

@@ -5,18 +5,17 @@ from typing import TYPE_CHECKING, Any, Required, TypedDict
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Bool, Integer
 
 from jaxattn import query_rows
-from jaxattn.index64 import as_index, as_integer
+from jaxattn.index64 import IndexArray, as_index, as_integer
 from jaxattn.page_table import (
     build_page_table,
     check_destination,
-    check_layout,
     debug_check_rows,
     table_width,
 )
-from jaxattn.slot_rows import PooledRows, RaggedRows, slot_rows
+from jaxattn.slot_rows import RaggedRows, SlotRows, slot_rows
 from jaxattn.window_pool import WindowRows
 
 if TYPE_CHECKING:
@@ -48,19 +47,19 @@ class TableInputs(TypedDict, total=False):
 
     page_size: Required[int]
     max_pages: int | None
-    kv_indptr: Int[Array, "S+1"]
-    kv_indices: Int[Array, "nnz"]
-    req_to_token: Int[Array, "R C"]
-    req_pool_indices: Int[Array, "S"]
-    full_to_swa: Int[Array, "slots+1"] | None
-    live: Bool[Array, "S"] | None
-    lookahead: int | Int[Array, ""]
+    kv_indptr: Integer[IndexArray, "S+1"]
+    kv_indices: Integer[IndexArray, "nnz"]
+    req_to_token: Integer[IndexArray, "R C"]
+    req_pool_indices: Integer[IndexArray, "S"]
+    full_to_swa: Integer[IndexArray, "full_slots"] | None
+    live: Bool[IndexArray, "S"] | None
+    lookahead: int | Integer[IndexArray, ""]
     out: "AttentionMetadata | None"
 
 
 def table_options(
     *, page_size, max_pages=None, full_to_swa=None, live=None, lookahead=0, out=None, **slot_lists
-) -> tuple[RaggedRows | PooledRows, dict[str, Any]]:
+) -> tuple[SlotRows, dict[str, Any]]:
     """Check `TableInputs` and return the rows with the remaining arguments of `assemble`.
 
     Raises:
@@ -69,7 +68,6 @@ def table_options(
     """
     rows = slot_rows(**slot_lists)
     max_pages = table_width(rows, page_size, max_pages)
-    check_layout(page_size, max_pages)
     if live is not None:
         live = jnp.asarray(live)
         if live.dtype != jnp.bool_:
@@ -114,7 +112,7 @@ def assemble(
     if cu_seqlens_q is None:
         alive &= (lengths >= 0) & (seqused_k >= q_len)
         cu_seqlens_q = query_rows.constant_cu_seqlens(alive, q_len)
-    seqused_k = query_rows.neutralise(cu_seqlens_q, jnp.where(alive, seqused_k, 0))
+    seqused_k = query_rows.neutralise(jnp.where(alive, seqused_k, 0), cu_seqlens_q)
     # Beyond the table `advance` finds no page, so the lookahead may end with it; the sequence itself may not.
     covered = jnp.minimum(rows.reach(seqused_k, lookahead), max_pages * page_size)
     covered = jnp.where(seqused_k > 0, jnp.maximum(seqused_k, covered), 0)

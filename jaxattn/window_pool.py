@@ -5,9 +5,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Int64
+from jaxtyping import Array, Bool, Int64, Integer
 
-from jaxattn.index64 import as_index, as_integer, index64, take_or_padding
+from jaxattn.index64 import IndexArray, as_index, as_integer, index64, take_or_padding
 from jaxattn.slot_rows import SlotRows
 
 
@@ -17,7 +17,7 @@ class WindowRows:
     """The rows of the full pool, with each slot translated to the window pool."""
 
     rows: SlotRows
-    full_to_swa: Int[Array, "slots+1"]
+    full_to_swa: Integer[IndexArray, "full_slots"]
 
     @property
     def num_seqs(self) -> int:
@@ -34,7 +34,9 @@ class WindowRows:
 
 
 @index64
-def to_window_slots(full_to_swa: Int[Array, "slots+1"], slots: Int[Array, "..."]) -> Int64[Array, "..."]:
+def to_window_slots(
+    full_to_swa: Integer[IndexArray, "full_slots"], slots: Integer[IndexArray, "..."]
+) -> Int64[Array, "..."]:
     """Translate full-pool slots to window-pool slots.
 
     Args:
@@ -65,7 +67,7 @@ _translate_jit = jax.jit(_translate)
 
 @index64
 def evictable_pages(
-    min_query_position: Int[Array, "S"],
+    min_query_position: Integer[IndexArray, "S"],
     *,
     sliding_window: int,
     page_size: int,
