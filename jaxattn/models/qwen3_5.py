@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int64
 
 from jaxattn.errors import UnsupportedError
@@ -57,7 +58,8 @@ class HybridWeights:
 
 def norm_spec(name: str, width: int) -> WeightSpec:
     """A zero-centred norm, which multiplies by 1 + the stored weight."""
-    return WeightSpec((width,), (Source(f"{name}.weight", (width,)),), dtype=jnp.float32, offset=1.0)
+    source = Source(f"{name}.weight", (width,))
+    return WeightSpec((width,), (source,), dtype=jnp.float32, transform=lambda w: w.astype(np.float32) + 1)
 
 
 def weight_specs(config: HybridConfig, tensors: Collection[str]) -> HybridWeights:

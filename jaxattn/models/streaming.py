@@ -53,14 +53,14 @@ class WeightSpec:
         sources: the tensor that it is, or one tensor per entry of its first axis.
         dtype: of a plain weight; None for the dtype of the model.
         linear: whether it may be quantised.
-        offset: added to a plain weight (1 for a zero-centred norm).
+        transform: what turns the stored tensor into the weight, on the host; for plain weights.
     """
 
     shape: tuple[int, ...]
     sources: tuple[Source, ...]
     dtype: Any = None
     linear: bool = False
-    offset: float = 0.0
+    transform: Callable[[Shaped[np.ndarray, "..."]], Shaped[np.ndarray, "..."]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,9 +211,7 @@ class _Reader:
     def plain(self, dtype) -> Array:
         spec = self.weight.spec
         array = self._assemble([leaf.name for leaf in self.weight.leaves], spec.shape)
-        if array.dtype == dtype and not spec.offset:
-            return array
-        return _convert(array, dtype=jnp.dtype(dtype).name, offset=spec.offset)
+        return array if array.dtype == dtype else _convert(array, dtype=jnp.dtype(dtype).name)
 
     def mxfp4(self, emulate: bool) -> Mxfp4Weight:
         *batch, rows, columns = self.weight.spec.shape
@@ -280,8 +278,10 @@ class _Reader:
         return buffer
 
     def _single(self, name: str, rows: Rows | None, shape: tuple[int, ...]) -> Array:
-        if self.sharding is None or rows is not None:
-            array = jax.device_put(_select(self._read(name), rows), self.sharding)
+        transform = self.weight.spec.transform
+        if self.sharding is None or rows is not None or transform is not None:
+            value = _select(self._read(name), rows)
+            array = jax.device_put(value if transform is None else transform(value), self.sharding)
         else:
             array = jax.make_array_from_callback(
                 shape, self.sharding, lambda index: self._read(name, index[0])[(slice(None), *index[1:])]
@@ -303,9 +303,9 @@ def _select(array: np.ndarray, rows: Rows | None) -> np.ndarray:
     return np.ascontiguousarray(array[index] if array.ndim == 1 else array[..., index, :])
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "offset"))
-def _convert(array: Array, dtype: str, offset: float) -> Array:
-    return (array.astype(jnp.float32) + jnp.float32(offset) if offset else array).astype(dtype)
+@functools.partial(jax.jit, static_argnames="dtype")
+def _convert(array: Array, dtype: str) -> Array:
+    return array.astype(dtype)
 
 
 def _zeros(shape: tuple[int, ...], dtype: str, sharding: jax.sharding.Sharding | None) -> Array:

@@ -83,7 +83,9 @@ class QuantizationConfig:
         if excluded is not None:
             return Declared(PLAIN, f"excluded by {excluded!r}")
         shards = shards_of(module, present)
-        if not shards or self._rule(module) is not None:
+        # A rule for the fused name itself; `*up_proj` is none for `gate_up_proj`.
+        own = self._rule(module) is not None and not any(self._rule(shard) for shard in shards)
+        if own or not shards:
             return self._declared(module, layer_type)
         verdicts = {shard: self._declared(shard, layer_type) for shard in shards}
         first = verdicts[shards[0]]

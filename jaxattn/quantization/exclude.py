@@ -60,7 +60,7 @@ def shards_of(
 
 def _below(name: str, candidates: Collection[str]) -> tuple[str, ...]:
     starts = tuple(f"{spelling}." for spelling in spellings(name))
-    return tuple(sorted(c for c in candidates if c.startswith(starts) and not set(c) & set("*?[")))
+    return tuple(sorted(c for c in candidates if c.startswith(starts) and not _is_pattern(c)))
 
 
 def _among(name: str, candidates: Collection[str]) -> bool:
@@ -115,12 +115,12 @@ class ExcludeList:
             CheckpointError: some shards of a fused name are excluded and some are not.
         """
         direct = self.match(name)
-        if direct is not None:
+        if direct is not None and not _is_pattern(direct):
             return direct
         verdicts = {shard: self.match(shard) for shard in shards_of(name, present, self.entries)}
         excluded = [shard for shard, entry in verdicts.items() if entry is not None]
         if not excluded:
-            return None
+            return direct
         if len(excluded) < len(verdicts):
             kept = [shard for shard, entry in verdicts.items() if entry is None]
             raise CheckpointError(
@@ -133,10 +133,15 @@ class ExcludeList:
         return iter(self.entries)
 
 
+def _is_pattern(entry: str) -> bool:
+    """Whether an entry may match a fused name by accident, as `*up_proj` does `gate_up_proj`."""
+    return entry.startswith("re:") or bool(set(entry) & set("*?["))
+
+
 def _covers(entry: str, name: str) -> bool:
     if entry.startswith("re:"):
         return re.match(entry[3:], name) is not None
-    if set(entry) & set("*?["):
+    if _is_pattern(entry):
         return fnmatch.fnmatchcase(name, entry)
     return name == entry or name.startswith(f"{entry}.")
 

@@ -50,6 +50,7 @@ class Fp8Weight(QuantizedWeight):
         """The float32 products of values and scales, in `dtype`."""
         return (self.values.astype(jnp.float32) * self.scale[..., None]).astype(dtype)
 
+    @jax.jit
     def matmul(self, x: Float[Array, "... columns"]) -> Float32[Array, "... rows"]:
         """`x @ weight.T`, the scale applied to the float32 sums."""
         if self.input_scale is not None:

@@ -7,6 +7,7 @@ flush them and no scale can reach the sign.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,7 @@ def pack(codes: UInt8[Array, "... columns"]) -> UInt8[Array, "... half"]:
     return (codes[..., 0::2] & jnp.uint8(15)) | (codes[..., 1::2] << jnp.uint8(4))
 
 
+@functools.partial(jax.jit, static_argnames="dtype")
 def dequantize(
     packed: UInt8[Array, "... half"], scale: UInt8[Array, "... groups"], dtype=jnp.float32
 ) -> Float[Array, "... columns"]:
@@ -90,6 +92,7 @@ def dequantize(
     return lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
 
 
+@jax.jit
 def quantize(x: Float[Array, "... columns"]) -> tuple[UInt8[Array, "... half"], UInt8[Array, "... groups"]]:
     """Quantise along the last axis: Quark's "even" scales, elements to nearest even, saturated at 6 * scale.
 
@@ -208,6 +211,7 @@ class Mxfp4Weight(QuantizedWeight):
         """The weight as an array of `dtype`, without padding."""
         return dequantize(self.packed, self.scale, dtype)[..., : self.rows, : self.columns]
 
+    @jax.jit
     def matmul(self, x: Float[Array, "... columns"]) -> Float32[Array, "... rows"]:
         """`x @ weight.T` in float32 sums, dequantising a tile of rows at a time."""
         if self.quantize_input:

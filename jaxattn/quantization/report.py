@@ -4,6 +4,7 @@ import dataclasses
 import os
 from pathlib import Path
 
+from jaxattn.models.config_file import read_config
 from jaxattn.models.safetensors import SafetensorsFolder
 from jaxattn.quantization.config import QuantizationConfig
 from jaxattn.quantization.forms import Leaf, leaves
