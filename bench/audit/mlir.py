@@ -138,7 +138,7 @@ class _Reader:
         for argument in split_outermost(printed[start : closing_bracket(printed, start)], ","):
             text, where = cut_locations(argument)
             name, _, type_text = text.partition(":")
-            label = re.match(r'loc\("([^"]+)"\(', self.module.aliases.get(where, f"loc({where})"))
+            label = re.match(r'loc\("([^"]+)"[()]', self.module.aliases.get(where, f"loc({where})"))
             value = self.define(name.strip(), type_text.split("{")[0].strip())
             self.module.arguments[value] = label[1] if label else name.strip().removeprefix("%")
 

@@ -1,0 +1,79 @@
+"""The audit of Pallas kernels: lowered on this machine for GPUs that need not be there."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("triton")
+
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from bench.audit.pallas import audit_pallas, name_arguments
+
+ARCHS = ("gfx942", "gfx950", "sm90")
+NAMES = {"page_products": ("k_cache", "page_table", "out")}
+WIDTH = 128
+
+
+def page_rows(index_dtype):
+    """A kernel that multiplies a page of keys with itself; its ids are computed in `index_dtype`."""
+
+    def page_products(k_cache, page_table, out):
+        program = pl.program_id(0).astype(jnp.int64)
+        page = plt.load(page_table.at[program]).astype(index_dtype)
+        lane = jnp.arange(WIDTH, dtype=index_dtype)
+        at = (page * WIDTH + lane)[:, None] * WIDTH + lane[None, :]
+        tile = plt.load(k_cache.at[at])
+        row = program * WIDTH + jnp.arange(WIDTH, dtype=jnp.int64)
+        plt.store(out.at[row], jnp.sum(plt.dot(tile, tile), 1).astype(tile.dtype))
+
+    def call(k_cache, page_table):
+        return pl.pallas_call(
+            page_products,
+            out_shape=jax.ShapeDtypeStruct((64 * WIDTH,), k_cache.dtype),
+            grid=(64,),
+            compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+            name="page_products",
+        )(k_cache, page_table)
+
+    return call
+
+
+def reports(index_dtype, arch, operands=NAMES):
+    with jax.enable_x64(True):
+        arguments = jax.ShapeDtypeStruct((1 << 33,), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.int64)
+    return audit_pallas(page_rows(index_dtype), arguments, arch, operands)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_int64_ids_pass(arch):
+    (report,) = reports(jnp.int64, arch)
+    assert report.failures == ()
+    assert (report.name, report.arch, report.load_bytes) == ("page_products", arch, 16)
+    assert report.matrix_instructions > 0
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_planted_int32_address_fails_and_names_its_line(arch):
+    (report,) = reports(jnp.int32, arch)
+    assert any("an id from page_table reaches 32-bit arith.trunci" in failure for failure in report.failures)
+    assert any(
+        re.search(r"an id from page_table .*32-bit arith\.muli", failure) for failure in report.failures
+    )
+    assert all(re.match(r".*test_codegen_pallas\.py:\d+: ", failure) for failure in report.failures)
+
+
+def test_operands_without_names_are_refused():
+    with pytest.raises(ValueError, match="operands: the kernel has 3 inputs and outputs, got 2 names"):
+        reports(jnp.int64, "gfx950", {"page_products": ("k_cache", "page_table")})
+    with pytest.raises(ValueError, match=r"operands: expected names for kernel 'page_products', got \[\]"):
+        reports(jnp.int64, "gfx950", {})
+
+
+def test_names_go_to_the_arguments_in_order():
+    ttir = "module {\n  tt.func public @f(%arg0: !tt.ptr<i64> loc(unknown), %arg1: i64 loc(unknown)) {\n"
+    named = name_arguments(ttir, ("page_table", "width"))
+    assert re.findall(r'(%arg\d).*?loc\("(\w+)"', named) == [("%arg0", "page_table"), ("%arg1", "width")]
