@@ -37,21 +37,6 @@ class ProgramTarget:
 
 
 @dataclasses.dataclass(frozen=True)
-class RecurrentTarget(ProgramTarget):
-    """A model whose cache also holds recurrent states, such as Qwen3.5; it verifies chains only."""
-
-    def commit(self, cache, metadata, acceptance):
-        """Advance the states by the accepted tokens.
-
-        Raises:
-            ValueError: the verify step was one of trees.
-        """
-        if metadata.ancestors is not None:
-            raise ValueError("topk: expected 1 for a target with recurrent states, which has no state per branch")
-        return cache.commit(acceptance.accept_len)
-
-
-@dataclasses.dataclass(frozen=True)
 class ProgramDraft:
     """A language model with the target's vocabulary as the draft model."""
 
