@@ -154,7 +154,7 @@ def narrow_uses(module: Module) -> Iterator[tuple[Operation, str, str]]:
         name = short_name(operation)
         if name.startswith("buffer_"):
             yield operation, buffer_offset(operation), f"the 32-bit offset of {name}"
-        elif name == "tt.addptr" and module.width(operation.operands[1]) <= 32:
+        elif name == "tt.addptr" and (module.width(operation.operands[1]) or 64) <= 32:
             yield operation, operation.operands[1], "a 32-bit pointer offset"
         elif name in NARROW_ARITHMETIC and 1 < (module.width(operation.results[0]) or 0) <= 32:
             for value in operation.operands:
