@@ -5,6 +5,7 @@ One computation serves the Llama family and Gemma 3; what differs between them i
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,28 @@ def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if config.post_norms:
         shapes |= {"post_attention_norm": (width,), "post_mlp_norm": (width,)}
     return shapes
+
+
+def num_weights(config: DecoderConfig) -> int:
+    """Number of weights of a decoder."""
+    per_layer = sum(math.prod(shape) for shape in layer_shapes(config).values())
+    embeddings = (1 if config.tied_head else 2) * config.vocab_size * config.hidden_size
+    return config.num_layers * per_layer + embeddings + config.hidden_size
+
+
+def allocate_cache(
+    config: DecoderConfig, *, num_pages: int, page_size: int, dtype, **descales
+) -> PagedKVCache:
+    """A cache of zeros for `config`; `k_descale` and `v_descale` are those of `PagedKVCache.allocate`."""
+    return PagedKVCache.allocate(
+        num_layers=config.num_layers,
+        num_pages=num_pages,
+        page_size=page_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        **descales,
+    )
 
 
 def load_weights(

@@ -1,5 +1,6 @@
 """The layers that decoder models share: plain functions of arrays and weights."""
 
+import math
 from typing import Any, Protocol
 
 import jax
@@ -17,6 +18,9 @@ class MatmulWeight(Protocol):
     def matmul(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
         """`x @ weight.T` in the dtype of `x`."""
 
+
+# Up to so many rows XLA's CPU product is up to twice as fast with the weight on its left side.
+CPU_FEW_ROWS = 16
 
 Weight = Float[Array, "O I"] | MatmulWeight
 
@@ -38,14 +42,19 @@ def linear(
         >>> linear(jnp.ones((1, 2)), jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])).tolist()
         [[3.0, 7.0, 11.0]]
     """
-    if isinstance(weight, jax.Array):
-        contract = (((x.ndim - 1,), (1,)), ((), ()))
-        out = jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32)
-    else:
-        out = weight.matmul(x)
+    out = _matmul(x, weight) if isinstance(weight, jax.Array) else weight.matmul(x)
     if bias is not None:
         out = out + bias
     return out.astype(x.dtype if out_dtype is None else out_dtype)
+
+
+def _matmul(x: Float[Array, "... I"], weight: Float[Array, "O I"]) -> Float32[Array, "... O"]:
+    few = math.prod(x.shape[:-1]) <= CPU_FEW_ROWS and jax.default_backend() == "cpu"
+    operands = (weight, x) if few else (x, weight)
+    contract = (((operands[0].ndim - 1,), (operands[1].ndim - 1,)), ((), ()))
+    out = jax.lax.dot_general(*operands, contract, preferred_element_type=jnp.float32)
+    # The barrier keeps XLA from turning the operands round again.
+    return jnp.moveaxis(jax.lax.optimization_barrier(out), 0, -1) if few else out
 
 
 def rms_norm(x: Float[Array, "... E"], weight: Float32[Array, "E"], eps: float) -> Float[Array, "... E"]:
