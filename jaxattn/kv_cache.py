@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, Num
+from jaxtyping import Array, Float, Float32, Integer, Num
 
 from jaxattn.checks import STORED_DTYPES, per_kv_head
-from jaxattn.index64 import as_index, index64
+from jaxattn.index64 import IndexArray, as_index, index64
 from jaxattn.numerics import saturating_cast
 from jaxattn.paged_array import inside, page_and_offset, read_rows, write_rows
 
@@ -123,7 +123,7 @@ class PagedKVCache:
 
     @index64
     def write(
-        self, layer: int, k: Float[Array, "T K D"], v: Float[Array, "T K Dv"], slots: Int[Array, "T"]
+        self, layer: int, k: Float[Array, "T K D"], v: Float[Array, "T K Dv"], slots: Integer[IndexArray, "T"]
     ) -> "PagedKVCache":
         """Store the keys and values of one layer's new tokens; see `write_kv`.
 
@@ -155,7 +155,7 @@ class PagedKVCache:
 
     @index64
     def gather(
-        self, layer: int, slots: Int[Array, "T"]
+        self, layer: int, slots: Integer[IndexArray, "T"]
     ) -> tuple[Float32[Array, "T K D"], Float32[Array, "T K Dv"]]:
         """Read the dequantised keys and values of some slots; zeros for -1 and for a slot outside the pool.
 
@@ -172,7 +172,7 @@ class PagedKVCache:
 
     @index64
     def copy_pages(
-        self, source: Int[Array, "X"], destination: Int[Array, "X"], *, window: bool = False
+        self, source: Integer[IndexArray, "X"], destination: Integer[IndexArray, "X"], *, window: bool = False
     ) -> "PagedKVCache":
         """Copy whole pages, in all layers of one pool; all pages are read before any is written.
 
@@ -197,7 +197,7 @@ class PagedKVCache:
 
     @index64
     def copy_slots(
-        self, source: Int[Array, "X"], destination: Int[Array, "X"], *, window: bool = False
+        self, source: Integer[IndexArray, "X"], destination: Integer[IndexArray, "X"], *, window: bool = False
     ) -> "PagedKVCache":
         """Copy single tokens, in all layers of one pool; all are read before any is written.
 
@@ -233,7 +233,7 @@ def write_kv(
     v_cache: Num[Array, "N P K Dv"],
     k: Float[Array, "T K D"],
     v: Float[Array, "T K Dv"],
-    slots: Int[Array, "T"],
+    slots: Integer[IndexArray, "T"],
     *,
     k_descale=None,
     v_descale=None,
