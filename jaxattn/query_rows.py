@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int64, UInt64
 
 from jaxattn.index64 import take_or_padding
+from jaxattn.tree import depths
 
 
 def check_lengths(num_seqs: int, seqused_k: jax.Array, cu_seqlens_q: jax.Array | None) -> None:
@@ -82,8 +83,7 @@ def positions(
     """Find the position of each row: context + row, or context + depth with a tree; 0 for rows of padding."""
     _, live, context, offset = _locate(seqused_k, cu_seqlens_q, num_tokens)
     if ancestors is not None:
-        bits = jnp.sum(jax.lax.population_count(ancestors).astype(jnp.int64), axis=1)
-        offset = jnp.maximum(bits - 1, 0)
+        offset = depths(ancestors).astype(jnp.int64)
     return jnp.where(live, context + offset, 0)
 
 

@@ -251,6 +251,14 @@ def test_ragged_rows_are_covered_as_far_as_they_are_listed():
     check(metadata, case, [1] * 4, case.lengths, covered=[17, 80, 30, 80])
 
 
+def test_a_ragged_row_does_not_continue_in_its_neighbour():
+    case = make_case(19, [20, 20, 33, 16], 16, listed=[16, 20, 32, 16])
+    metadata = decode_metadata(seqused_k=int64(case.lengths), page_size=16, **case.ragged())
+    check(metadata, case, [1] * 4, case.lengths)
+    assert metadata.page_table[:, 1:3].tolist()[0] == [-1, 0]
+    assert [slot < 0 for slot in metadata.slots(4).tolist()] == [True, False, True, False]
+
+
 @pytest.mark.parametrize("x64", [False, True])
 def test_advance_takes_one_number_or_one_per_sequence(x64):
     metadata = decode_metadata(
