@@ -53,7 +53,7 @@ def to_tokens(
     blocks, block_rows = lse.shape[:2]
     token = jnp.arange(problem.q.shape[0], dtype=jnp.int64)
     cu_seqlens_q = problem.cu_seqlens_q
-    sequence = jnp.searchsorted(cu_seqlens_q, token, side="right").astype(jnp.int64) - 1
+    sequence = jnp.searchsorted(cu_seqlens_q, token, side="right", method="compare_all").astype(jnp.int64) - 1
     sequence = jnp.clip(sequence, 0, len(first_block) - 1)
     row = token - cu_seqlens_q[sequence]
     q_len = cu_seqlens_q[sequence + 1] - cu_seqlens_q[sequence]

@@ -82,7 +82,7 @@ def _cut_rows(
     end = jnp.cumsum(count)
     first_block = end - count
     block = jnp.arange(tokens // block_rows + min(sequences, tokens), dtype=jnp.int64)
-    sequence = jnp.searchsorted(end, block, side="right").astype(jnp.int64)
+    sequence = jnp.searchsorted(end, block, side="right", method="compare_all").astype(jnp.int64)
     sequence = jnp.minimum(sequence, sequences - 1)
     return first_block, sequence, (block - first_block[sequence]) * block_rows
 
