@@ -68,10 +68,7 @@ def check_metadata(
         raise ValueError(
             f"page_size: expected {page_size}, the page size of the cache, got {metadata.page_size}"
         )
-    _enforce(_row_rules(metadata, num_tokens))
-    _enforce(_key_rules(metadata, num_pages, sliding_window))
-    if metadata.ancestors is not None:
-        _enforce(_tree_rules(metadata, metadata.ancestors))
+    _enforce(_metadata_rules, metadata, num_pages, num_tokens, sliding_window)
 
 
 @index64
@@ -93,26 +90,7 @@ def check_slots(slots: Integer[IndexArray, "T"], cache_shape: Sequence[int]) -> 
         ...
         ValueError: slots: slot 3 is given to 2 tokens; each token needs a slot of its own
     """
-    slots = as_index(slots, "slots")
-    size = cache_shape[0] * cache_shape[1]
-    token = jnp.arange(slots.shape[0], dtype=jnp.int64)
-    ordered = jnp.sort(slots)
-    repeated = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
-    first, stop = (jnp.searchsorted(ordered, ordered[1:], side=side) for side in ("left", "right"))
-    _enforce(
-        [
-            Rule(
-                (slots < -1) | (slots >= size),
-                f"slots: token {{token}}: expected -1 for padding or a slot in [0, {size}), got {{slot}}",
-                {"token": token, "slot": slots},
-            ),
-            Rule(
-                repeated,
-                "slots: slot {slot} is given to {count} tokens; each token needs a slot of its own",
-                {"slot": ordered[1:], "count": stop - first},
-            ),
-        ]
-    )
+    _enforce(_slot_rules, as_index(slots, "slots"), cache_shape[0] * cache_shape[1])
 
 
 @index64
@@ -138,26 +116,7 @@ def check_finite(out: Float[Array, "T H Dv"], metadata: AttentionMetadata) -> No
         ...
         ValueError: out: row 0 (sequence 0, position 2), head 0: expected finite values, got nan
     """
-    num_tokens = out.shape[0]
-    values = out.astype(jnp.float32)
-    heads = jnp.arange(out.shape[1], dtype=jnp.int64)
-    _enforce(
-        [
-            Rule(
-                ~jnp.isfinite(values).all(axis=2),
-                "out: row {row} (sequence {sequence}, position {position}), head {head}: "
-                "expected finite values, got {value}",
-                {
-                    "row": jnp.arange(num_tokens, dtype=jnp.int64)[:, None],
-                    "sequence": metadata.sequence_ids(num_tokens)[:, None],
-                    "position": metadata.positions(num_tokens)[:, None],
-                    "head": heads[None, :],
-                    # Any NaN or infinity survives the sum.
-                    "value": values.sum(axis=2),
-                },
-            )
-        ]
-    )
+    _enforce(_finite_rules, (out, metadata))
 
 
 def checked(function: Callable) -> Callable:
@@ -179,7 +138,7 @@ def checked(function: Callable) -> Callable:
         >>> step(jnp.array([0, 7]))
         Traceback (most recent call last):
         ...
-        ValueError: slots: token 1: expected -1 for padding or a slot in [0, 4), got 7 (`check` failed)
+        ValueError: slots: token 1: expected -1 for padding or a slot in [0, 4), got 7
     """
 
     def functionalised(x64, args):
@@ -195,15 +154,27 @@ def checked(function: Callable) -> Callable:
     @functools.wraps(function)
     def run(*args):
         error, result = compiled(jax.config.jax_enable_x64, jax.tree.map(jnp.asarray, args))
-        if message := error.get():
-            raise ValueError(message)
+        _raise(error)
         return result
 
     return run
 
 
-def _enforce(rules: list[Rule]) -> None:
-    for bad, text, fields in rules:
+def _enforce(rules: Callable[..., list[Rule]], arrays, *static) -> None:
+    """Check `rules(arrays, *static)`: now for concrete arrays, else as a part of the traced program."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arrays)):
+        _add_checks(rules, arrays, static)
+    else:
+        _raise(_run_checks(rules, arrays, static))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _run_checks(rules, arrays, static):
+    return checkify.checkify(lambda arrays: _add_checks(rules, arrays, static))(arrays)[0]
+
+
+def _add_checks(rules, arrays, static) -> None:
+    for bad, text, fields in rules(arrays, *static):
         size = bad.size
         if size == 0:
             continue
@@ -211,10 +182,19 @@ def _enforce(rules: list[Rule]) -> None:
         first = jnp.min(jnp.where(bad.reshape(-1), jnp.arange(size, dtype=jnp.int64), size))
         at = jnp.minimum(first, size - 1)
         values = {name: jnp.broadcast_to(field, bad.shape).reshape(-1)[at] for name, field in fields.items()}
-        if isinstance(first, jax.core.Tracer):
-            checkify.debug_check(first == size, text, **values)
-        elif first < size:
-            raise ValueError(text.format(**{name: value.item() for name, value in values.items()}))
+        checkify.debug_check(first == size, text, **values)
+
+
+def _raise(error: checkify.Error) -> None:
+    if message := error.get():
+        raise ValueError(message.removesuffix(" (`check` failed)"))
+
+
+def _metadata_rules(
+    metadata: AttentionMetadata, num_pages: int, num_tokens: int | None, sliding_window
+) -> list[Rule]:
+    rules = _row_rules(metadata, num_tokens) + _key_rules(metadata, num_pages, sliding_window)
+    return rules if metadata.ancestors is None else rules + _tree_rules(metadata, metadata.ancestors)
 
 
 def _row_rules(metadata: AttentionMetadata, num_tokens: int | None) -> list[Rule]:
@@ -320,3 +300,43 @@ def _highest_bit(words: UInt64[Array, "T W"]) -> Int64[Array, "T"]:
     in_word = 63 - jax.lax.clz(words).astype(jnp.int64)
     word = jnp.arange(words.shape[1], dtype=jnp.int64)
     return jnp.where(in_word >= 0, word * 64 + in_word, -1).max(axis=1)
+
+
+def _slot_rules(slots: Int64[Array, "T"], num_slots: int) -> list[Rule]:
+    token = jnp.arange(slots.shape[0], dtype=jnp.int64)
+    ordered = jnp.sort(slots)
+    repeated = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+    first, stop = (jnp.searchsorted(ordered, ordered[1:], side=side) for side in ("left", "right"))
+    return [
+        Rule(
+            (slots < -1) | (slots >= num_slots),
+            f"slots: token {{token}}: expected -1 for padding or a slot in [0, {num_slots}), got {{slot}}",
+            {"token": token, "slot": slots},
+        ),
+        Rule(
+            repeated,
+            "slots: slot {slot} is given to {count} tokens; each token needs a slot of its own",
+            {"slot": ordered[1:], "count": stop - first},
+        ),
+    ]
+
+
+def _finite_rules(result: tuple[Float[Array, "T H Dv"], AttentionMetadata]) -> list[Rule]:
+    out, metadata = result
+    num_tokens, num_heads, _ = out.shape
+    values = out.astype(jnp.float32)
+    return [
+        Rule(
+            ~jnp.isfinite(values).all(axis=2),
+            "out: row {row} (sequence {sequence}, position {position}), head {head}: "
+            "expected finite values, got {value}",
+            {
+                "row": jnp.arange(num_tokens, dtype=jnp.int64)[:, None],
+                "sequence": metadata.sequence_ids(num_tokens)[:, None],
+                "position": metadata.positions(num_tokens)[:, None],
+                "head": jnp.arange(num_heads, dtype=jnp.int64),
+                # Any NaN or infinity survives the sum.
+                "value": values.sum(axis=2),
+            },
+        )
+    ]
