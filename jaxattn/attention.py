@@ -97,6 +97,8 @@ def _routed(names: tuple[str, ...], implementation, mode: str, config: "Attentio
     from jaxattn.routing import route
 
     decision = route(mode, config)
+    if decision.path == "unsupported":
+        raise UnsupportedError(f"config: mode {mode!r} cannot be computed: {decision.reason}")
     if decision.path != "dense":
         return names
     if implementation is not None and "reference" not in names:
