@@ -14,13 +14,20 @@ MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qw
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNetConfig:
-    """Sizes of a gated delta net; `num_value_heads` is a multiple of `num_key_heads`."""
+    """Sizes of a gated delta net."""
 
     num_key_heads: int
     num_value_heads: int
     key_dim: int
     value_dim: int
     conv_taps: int
+
+    def __post_init__(self):
+        if self.num_value_heads % self.num_key_heads:
+            raise CheckpointError(
+                f"config.json: linear_num_value_heads: expected a multiple of the {self.num_key_heads} key heads, got "
+                f"{self.num_value_heads}"
+            )
 
     @property
     def key_width(self) -> int:
@@ -77,6 +84,13 @@ class HybridConfig:
     tied_head: bool
     fused_projections: bool
     mtp_layers: int
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"config.json: num_attention_heads: expected a multiple of the {self.num_kv_heads} KV heads, got "
+                f"{self.num_heads}"
+            )
 
     @property
     def num_layers(self) -> int:

@@ -53,7 +53,9 @@ class Fp8Weight(QuantizedWeight):
     @jax.jit
     def matmul(self, x: Float[Array, "... columns"]) -> Float32[Array, "... rows"]:
         """`x @ weight.T`, the scale applied to the float32 sums."""
-        if self.input_scale is not None:
-            stored = saturating_cast(x.astype(jnp.float32) / self.input_scale, self.values.dtype)
-            x = (stored.astype(jnp.float32) * self.input_scale).astype(x.dtype)
-        return dot(x, self.values.astype(x.dtype)) * self.scale
+        if self.input_scale is None:
+            return dot(x, self.values.astype(x.dtype)) * self.scale
+        stored = saturating_cast(x.astype(jnp.float32) / self.input_scale, self.values.dtype)
+        x = (stored.astype(jnp.float32) * self.input_scale).astype(x.dtype)
+        # Quark freezes the rounded weight in the bfloat16 of the model that it quantised.
+        return dot(x, self.dequantize(jnp.bfloat16).astype(x.dtype))
