@@ -14,8 +14,8 @@ above 1), one logical page spans two physical pages, and no table of that page s
 the table with `page_size=1`, where every slot list can be expressed, and view the cache through
 `view_pages(cache, 1)`, a reshape that copies nothing. `page_aligned` tells which rows need that.
 
-Checked mode. `index64(checkify.checkify(build))` of `jax.experimental.checkify` reports rows that do not fit
-the table, list too few slots or are not page-aligned, with the number of the sequence; it needs the x64 scope.
+Checked mode. Under `jaxattn.debug.checked` a builder raises for rows that do not fit the table, list too few
+slots or are not page-aligned, with the number of the sequence.
 """
 
 import functools

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental import checkify
 from table_cases import MAX_PAGES, cases, make_case
 
-from jaxattn.index64 import index64
+from jaxattn.debug import checked
 from jaxattn.metadata import (
     decode_metadata,
     draft_decode_metadata,
@@ -249,6 +248,13 @@ def test_ragged_rows_are_covered_as_far_as_they_are_listed():
     case = make_case(12, [16, 15, 30, 78], 16, listed=[17, 80, 30, 80])
     metadata = decode_metadata(seqused_k=int64(case.lengths), page_size=16, **case.ragged())
     check(metadata, case, [1] * 4, case.lengths, covered=[17, 80, 30, 80])
+    # What is listed beyond the table is out of reach of `advance`, and does not make a sequence too long.
+    narrow = decode_metadata(
+        seqused_k=int64([16, 15, 30, 48]), page_size=16, **{**case.ragged(), "max_pages": 3}
+    )
+    table = loops.page_table(case.rows, [17, 48, 30, 48], 16, 3)
+    np.testing.assert_array_equal(np.asarray(narrow.page_table), table)
+    assert narrow.advance(1).slots(4).tolist()[3] == -1
 
 
 def test_a_ragged_row_does_not_continue_in_its_neighbour():
@@ -417,17 +423,12 @@ def test_checked_mode_names_the_sequence():
     case = make_case(18, [33, 7, 80, 16], 16)
 
     def error(**change):
-        lengths = int64(case.lengths)
-        build = index64(
-            checkify.checkify(
-                lambda: (
-                    decode_metadata(
-                        **{"seqused_k": lengths, "page_size": 16, **case.pooled(), **change}
-                    ).page_table
-                )
-            )
-        )
-        return build()[0].get() or ""
+        arguments = {"seqused_k": int64(case.lengths), "page_size": 16, **case.pooled(), **change}
+        try:
+            checked(lambda: decode_metadata(**arguments))()
+        except ValueError as error:
+            return str(error)
+        return ""
 
     assert error() == ""
     assert "sequence 2 needs more pages of 16" in error(seqused_k=int64([33, 7, 81, 16]))
