@@ -268,11 +268,11 @@ def write_kv(
             "k_cache, v_cache: expected [N, P, K, D] and [N, P, K, Dv], "
             f"got {list(k_cache.shape)} and {list(v_cache.shape)}"
         )
-    slots = _one_axis(slots, "slots")
-    index = page_and_offset(slots, *k_cache.shape[:2])
+    index = page_and_offset(_one_axis(slots, "slots"), *k_cache.shape[:2])
+    tokens = len(index[0])
     return (
-        write_rows(k_cache, index, _quantise(k, k_cache, slots.shape[0], k_descale, "k")),
-        write_rows(v_cache, index, _quantise(v, v_cache, slots.shape[0], v_descale, "v")),
+        write_rows(k_cache, index, _quantise(k, k_cache, tokens, k_descale, "k")),
+        write_rows(v_cache, index, _quantise(v, v_cache, tokens, v_descale, "v")),
     )
 
 

@@ -163,7 +163,7 @@ def _why_unified(mode: str, config: AttentionConfig) -> str:
     return reason
 
 
-def _parse(name: str, text: str, kind: type):
+def _parse(name: str, text: str, kind: Any):
     if kind is bool:
         if text.lower() not in _TRUE + _FALSE:
             raise ValueError(f"{name}: expected one of {', '.join(_TRUE + _FALSE)}, got {text!r}")

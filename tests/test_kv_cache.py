@@ -377,3 +377,28 @@ def test_without_donation_the_arguments_keep_their_values(dtype):
     jax.block_until_ready(jax.jit(lambda cache: cache.write(0, k, v, jnp.arange(T)))(cache))
     for want, got in zip(before, layers(cache), strict=True):
         np.testing.assert_array_equal(bits(got), bits(want))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
+def test_x64_changes_nothing(dtype):
+    def run():
+        k, v = rows()
+        cache = filled(dtype).write(1, k, v, np.array([7, -1, 23, N * P, 0]))
+        return cache.copy_pages(np.array([1]), np.array([2])), cache.gather(1, np.array([7, 0, -1]))
+
+    off = run()
+    with jax.enable_x64(True):
+        on = run()
+    for want, got in zip(jax.tree.leaves(off), jax.tree.leaves(on), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(bits(got), bits(want))
+
+
+def test_float64_values_are_cast_once():
+    with jax.enable_x64(True):
+        values = jnp.array([0.1, 1e300, -1e300])
+        assert saturating_cast(values, jnp.bfloat16).tolist() == [
+            0.10009765625,
+            3.3895313892515355e38,
+            -3.3895313892515355e38,
+        ]
