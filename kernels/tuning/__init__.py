@@ -1,0 +1,145 @@
+"""Tile choices as data: one JSON file for each architecture, chosen by the device, with safe defaults for others.
+
+A file holds:
+
+* `native_formats`: 8-bit formats that the compiler converts by itself there;
+* `issue_barrier`: an instruction of its assembly language that the compiler moves no other across, or nothing;
+* `split_rows`: sequences with up to that many query rows (query token x head of the group) are decoded by
+  the `split` entries, longer ones by the `prefill` entries;
+* `chunk`: keys between the fixed cut points of `batch_invariant=True`, whose tiles are the `invariant` entries;
+* `reduce`: the merge of partial results;
+* `split`, `prefill`, `invariant`: lists of `TileChoice` fields. The entry of the smallest `head_dim`, then of
+  the smallest `rows`, that hold the problem is taken, among those of the KV dtype's width.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import importlib.resources
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+KINDS = ("split", "prefill", "invariant")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """What the choice of tiles depends on: `sm90`, `gfx942`, ..., or `interpreter`; and how many cores it has."""
+
+    architecture: str
+    cores: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TileChoice:
+    """One entry of a table: the problems that it serves, and the tiles, warps and stages for them."""
+
+    head_dim: int
+    rows: int
+    kv_bytes: int
+    block_rows: int
+    tile: int
+    warps: int
+    stages: int
+    programs_per_core: int
+    # Overlap the products of one tile with the softmax of another; pays where products are asynchronous.
+    overlapped: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """The content of one file."""
+
+    native_formats: tuple[str, ...]
+    issue_barrier: str
+    split_rows: int
+    chunk: int
+    reduce: dict[str, int] = dataclasses.field(hash=False)
+    split: tuple[TileChoice, ...]
+    prefill: tuple[TileChoice, ...]
+    invariant: tuple[TileChoice, ...]
+
+    def choose(self, kind: str, head_dim: int, rows: int, kv_bytes: int) -> TileChoice:
+        """Return the entry of the `kind` table that fits best."""
+        table = getattr(self, kind)
+        width = min((c.kv_bytes for c in table), key=lambda b: (abs(b - kv_bytes), b))
+        table = [c for c in table if c.kv_bytes == width]
+        dim = _smallest_that_holds((c.head_dim for c in table), head_dim)
+        table = [c for c in table if c.head_dim == dim]
+        held = _smallest_that_holds((c.rows for c in table), rows)
+        return next(c for c in table if c.rows == held)
+
+
+def _smallest_that_holds(sizes, needed: int) -> int:
+    sizes = sorted(set(sizes))
+    return next((size for size in sizes if size >= needed), sizes[-1])
+
+
+def parse(content: dict[str, Any]) -> Tuning:
+    """Read the content of a file."""
+    tables = {kind: tuple(TileChoice(**entry) for entry in content[kind]) for kind in KINDS}
+    return Tuning(
+        native_formats=tuple(content["native_formats"]),
+        issue_barrier=content.get("issue_barrier", ""),
+        split_rows=content["split_rows"],
+        chunk=content["chunk"],
+        reduce=dict(content["reduce"]),
+        **tables,
+    )
+
+
+@functools.cache
+def load(architecture: str) -> Tuning:
+    """Return the choices for an architecture; unknown ones get `default.json`."""
+    folder = importlib.resources.files(__name__)
+    file = folder / f"{architecture}.json"
+    if not file.is_file():
+        file = folder / "default.json"
+    return parse(json.loads(file.read_text()))
+
+
+_override: contextvars.ContextVar[tuple[Device, Tuning | None] | None] = contextvars.ContextVar(
+    "jaxattn_tuning", default=None
+)
+
+
+@contextlib.contextmanager
+def using(device: Device | None = None, tuning: Tuning | None = None) -> Iterator[None]:
+    """Trace for another device, or with other choices: for tuning, tests and compilation without a device.
+
+    Functions that were traced already keep their choices.
+    """
+    token = _override.set((device or current_device(), tuning))
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def device() -> Device:
+    """Return the device that a computation traced now is for."""
+    override = _override.get()
+    return override[0] if override else current_device()
+
+
+def tuning() -> Tuning:
+    """Return the choices for that device."""
+    override = _override.get()
+    if override and override[1] is not None:
+        return override[1]
+    return load(device().architecture)
+
+
+def current_device() -> Device:
+    """Describe JAX's default device; a host without a GPU runs kernels in the interpreter."""
+    default = jax.config.jax_default_device
+    found = default if isinstance(default, jax.Device) else jax.devices()[0]
+    if found.platform not in ("gpu", "cuda", "rocm"):
+        return Device(architecture="interpreter", cores=4)
+    from jaxattn.kernels.triton.compat import device_architecture
+
+    return Device(architecture=device_architecture(found), cores=int(found.core_count))

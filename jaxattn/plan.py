@@ -1,0 +1,221 @@
+"""The split-KV plan: how the work of one step is cut into equal runs, computed on the device.
+
+The work of an attention launch is one line of tiles. Query rows (query token, head of the group) are cut into
+blocks of `block_rows` rows of one sequence; for each block, for each KV head, the line holds the tiles of keys
+that the block sees. Program `g` of `programs` takes the g-th of equal parts of the line, whatever the lengths
+are, and finds its place in it through the arrays of a `Schedule`. All shapes are static.
+
+With fixed cut points (`batch_invariant=True`) the line holds chunks of keys in place of tiles: the keys of a
+block are cut at multiples of `chunk` and nowhere else.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int64
+
+from jaxattn.index64 import cdiv, index64
+from jaxattn.problem import AttentionProblem
+
+# A chunk that holds any sequence: keys are not cut at all.
+UNCUT = 1 << 40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleSpec:
+    """The static facts that a schedule depends on."""
+
+    num_sequences: int
+    num_tokens: int
+    max_seqlen_q: int
+    # Sequences with fewer or more query tokens have no block in this schedule.
+    min_q_len: int
+    max_q_len: int
+    num_kv_heads: int
+    group: int
+    # Keys that a row of the page table can hold.
+    capacity: int
+    causal: bool
+    tree: bool
+    sliding_window: int | None
+    block_rows: int
+    tile: int
+    programs: int
+    # Keys between fixed cut points, `UNCUT`, or 0 where the load balance cuts.
+    chunk: int
+
+    @property
+    def blocks_in_sequence(self) -> int:
+        """Upper bound of the blocks of one sequence."""
+        return cdiv(min(self.max_seqlen_q, self.max_q_len, self.num_tokens) * self.group, self.block_rows)
+
+    @property
+    def num_blocks(self) -> int:
+        """Upper bound of the blocks of all sequences."""
+        sequences = min(self.num_sequences, self.num_tokens // max(self.min_q_len, 1))
+        by_sequence = sequences * self.blocks_in_sequence
+        return max(1, min(by_sequence, sequences + self.num_tokens * self.group // self.block_rows))
+
+    @property
+    def step(self) -> int:
+        """Keys of one place of the line: a chunk or a tile."""
+        return self.chunk or self.tile
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The line of work of one launch. Arrays end with the live blocks; what follows them repeats the end."""
+
+    # Sequence of each block, and the block's number within its sequence.
+    block_sequence: Int64[Array, "B"]
+    block_index: Int64[Array, "B"]
+    # Where each block begins on the line, and where the last one ends.
+    tile_start: Int64[Array, "B+1"]
+    # The block in which each program begins.
+    first_block: Int64[Array, "G"]
+    spec: ScheduleSpec = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The schedules of one step, shared by all layers: one for each kind of layer and each launch of it."""
+
+    schedules: tuple[Schedule, ...]
+
+    def find(self, spec: ScheduleSpec) -> Schedule | None:
+        """Return the schedule for `spec`, or None where the plan was made for other shapes or settings."""
+        return next((schedule for schedule in self.schedules if schedule.spec == spec), None)
+
+
+def build_schedule(
+    spec: ScheduleSpec, cu_seqlens_q: Int64[Array, "S+1"], seqused_k: Int64[Array, "S"]
+) -> Schedule:
+    """Lay out the line of work of `spec`; call it inside an `index64` scope."""
+    q_len = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
+    scheduled = (q_len >= spec.min_q_len) & (q_len <= spec.max_q_len)
+    blocks = jnp.where(scheduled, cdiv(q_len * spec.group, spec.block_rows), 0)
+    block_end = jnp.cumsum(blocks)
+    block = jnp.arange(spec.num_blocks, dtype=jnp.int64)
+    live = block < block_end[-1]
+    sequence = jnp.searchsorted(block_end, block, side="right").astype(jnp.int64)
+    sequence = jnp.minimum(sequence, spec.num_sequences - 1)
+    index = jnp.where(live, block - (block_end - blocks)[sequence], 0)
+    sequence = jnp.where(live, sequence, 0)
+
+    places = jnp.where(live, _places(spec, q_len[sequence], seqused_k[sequence], index), 0)
+    tile_end = jnp.cumsum(places * spec.num_kv_heads)
+    work = tile_end[-1]
+    program = jnp.arange(spec.programs, dtype=jnp.int64)
+    active = jnp.clip(work, 1, spec.programs)
+    place = jnp.minimum(program, active - 1) * work // active
+    first_block = jnp.searchsorted(tile_end, place, side="right").astype(jnp.int64)
+    return Schedule(
+        block_sequence=sequence,
+        block_index=index,
+        tile_start=jnp.concatenate([jnp.zeros(1, jnp.int64), tile_end]),
+        first_block=jnp.minimum(first_block, spec.num_blocks - 1),
+        spec=spec,
+    )
+
+
+def _places(spec: ScheduleSpec, q_len, seqused_k, index):
+    """Count the places that a block has on the line of one KV head; one where it sees no key at all."""
+    context = seqused_k - q_len
+    first_token = index * spec.block_rows // spec.group
+    last_token = jnp.minimum(((index + 1) * spec.block_rows - 1) // spec.group, q_len - 1)
+    stop = jnp.minimum(seqused_k, spec.capacity)
+    if spec.causal:
+        stop = jnp.minimum(stop, context + last_token + 1)
+    stop = jnp.maximum(stop, 0)
+    start = jnp.zeros_like(stop)
+    if spec.sliding_window is not None:
+        # A tree row sits at or after the context, so its window starts at or after that of the context.
+        position = context if spec.tree else context + first_token
+        start = jnp.clip(position - spec.sliding_window + 1, 0, stop)
+    return jnp.maximum(cdiv(stop, spec.step) - start // spec.step, 1)
+
+
+@index64
+def make_plan(
+    metadata,
+    q,
+    k_cache,
+    v_cache=None,
+    *,
+    sliding_windows: tuple[int | None, ...] = (None,),
+    causal: bool = True,
+    batch_invariant: bool = False,
+) -> Plan:
+    """Plan one step for all layers; put the result into `dataclasses.replace(metadata, plan=...)`.
+
+    A call of `unified_attention` whose plan does not fit its arguments computes its own.
+
+    Args:
+        metadata: the step's `AttentionMetadata`.
+        q: `[T, H, D]` query rows, or a `jax.ShapeDtypeStruct` of their shape and dtype.
+        k_cache: `[N, P, K, D]` pages of a layer, or their shape and dtype.
+        v_cache: `[N, P, K, Dv]`, or their shape and dtype; by default those of `k_cache`.
+        sliding_windows: the window of each kind of layer, None for full attention.
+        causal: as in `unified_attention`.
+        batch_invariant: as in `unified_attention`.
+
+    Returns:
+        A `Plan`, a pytree of int64 arrays.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np
+        >>> from jaxattn.metadata import decode_metadata
+        >>> from jaxattn.plan import make_plan
+        >>> metadata = decode_metadata(
+        ...     seqused_k=np.array([40, 3]), kv_indptr=np.array([0, 40, 43]), kv_indices=np.arange(43),
+        ...     page_size=4, max_pages=16,
+        ... )
+        >>> q = jax.ShapeDtypeStruct((2, 8, 64), jnp.bfloat16)
+        >>> k_cache = jax.ShapeDtypeStruct((32, 4, 2, 64), jnp.bfloat16)
+        >>> plan = make_plan(metadata, q, k_cache)
+        >>> plan.schedules[0].block_sequence.tolist()
+        [0, 1]
+    """
+    from jaxattn.kernels.tuning import device
+    from jaxattn.kernels.tuning.launches import attention_launches
+
+    v_cache = k_cache if v_cache is None else v_cache
+    schedules = {}
+    for window in sliding_windows:
+        problem = AttentionProblem(
+            q=_shape(q),
+            k_cache=_shape(k_cache),
+            v_cache=_shape(v_cache),
+            page_table=metadata.page_table,
+            cu_seqlens_q=metadata.cu_seqlens_q,
+            seqused_k=metadata.seqused_k,
+            ancestors=metadata.ancestors,
+            softmax_scale=1.0,
+            max_seqlen_q=metadata.max_seqlen_q,
+            out_dtype=q.dtype,
+            causal=causal,
+            sliding_window=window,
+            batch_invariant=batch_invariant,
+        )
+        for launch in attention_launches(problem, device()):
+            if launch.spec not in schedules:
+                schedules[launch.spec] = _scheduler()(launch.spec, metadata.cu_seqlens_q, metadata.seqused_k)
+    return Plan(tuple(schedules.values()))
+
+
+def _shape(value) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(value.shape, value.dtype)
+
+
+def _scheduler():
+    """Return the one-kernel scheduler where Triton compiles, the XLA one elsewhere."""
+    if jax.default_backend() == "gpu":
+        try:
+            from jaxattn.kernels.triton.plan import build_schedule as fused
+        except ImportError:
+            return build_schedule
+        return fused
+    return build_schedule

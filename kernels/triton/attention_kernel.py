@@ -1,0 +1,197 @@
+"""Paged attention over a schedule of equal work: programs walk runs of KV tiles across sequences and heads.
+
+The work of a launch is one line of tiles: for each block of query rows (`jaxattn.plan`), for each KV head, the
+tiles of keys that the block sees. Program `g` takes the tiles `[g * total / active, (g + 1) * total / active)`.
+Where its run covers a whole (block, head) it writes output rows; where it covers a part it writes the softmax
+state as a partial result, of which it can have two: one that began before its run and one that ends behind it.
+`reduce_kernel` merges them.
+"""
+
+import triton
+import triton.language as tl
+
+from jaxattn.kernels.triton.formats import decode, stored_pointer
+from jaxattn.kernels.triton.keys import bare_range, key_range
+from jaxattn.kernels.triton.output import fill_unowned_rows, store_rows
+from jaxattn.kernels.triton.walk import fresh_state, walk, walk_overlapped
+
+
+@triton.jit
+def scaled_rows(q_ptr, row, live, q_descale_ptr, k_descale_ptr, kv_head, C: tl.constexpr):
+    """Load query rows in the compute type, and the positive factor from their products with K to scores."""
+    column = tl.arange(0, C.padded_dim)
+    mask = live[:, None] & (column < C.head_dim)[None, :]
+    stored = tl.load(
+        stored_pointer(q_ptr, C.q_format) + row[:, None] * C.head_dim + column[None, :], mask, 0.0
+    )
+    scale = tl.full([], C.softmax_scale, tl.float32)
+    if C.q_descale:
+        scale = scale * tl.load(q_descale_ptr + kv_head)
+    if C.k_descale:
+        scale = scale * tl.load(k_descale_ptr + kv_head)
+    row_scale = tl.full([C.block_rows], 1.0, tl.float32)
+    if C.scale_rows:
+        q = decode(stored, C.q_format, tl.float32)
+        exponent = tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) & 0x7F800000
+        exponent = tl.minimum(tl.maximum(exponent, 0x20000000), 0x7E800000)
+        row_scale = exponent.to(tl.float32, bitcast=True)  # 2**e
+        q = (q * (0x7F000000 - exponent).to(tl.float32, bitcast=True)[:, None]).to(C.compute)
+    else:
+        q = decode(stored, C.q_format, C.compute)
+    q = tl.where(scale < 0.0, -q, q)
+    # A factor of 0 would turn the -inf of a masked score into NaN.
+    return q, tl.maximum(tl.abs(scale) * row_scale, 1e-35)
+
+
+@triton.jit
+def store_partial(acc, peak, total, slot, live, acc_ptr, peak_ptr, total_ptr, C: tl.constexpr):
+    """Store a softmax state under its slot, for `reduce_kernel`."""
+    row = tl.arange(0, C.block_rows)
+    column = tl.arange(0, C.padded_value_dim)
+    at = slot * C.stored_rows + row  # [BM] int64
+    mask = live & (row < C.stored_rows)
+    tl.store(
+        acc_ptr + at[:, None] * C.value_dim + column[None, :],
+        acc,
+        mask=mask[:, None] & (column < C.value_dim)[None, :],
+    )
+    tl.store(peak_ptr + at, peak, mask=mask)
+    tl.store(total_ptr + at, total, mask=mask)
+
+
+@triton.jit
+def attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    page_table_ptr,
+    cu_seqlens_q_ptr,
+    seqused_k_ptr,
+    block_sequence_ptr,
+    block_index_ptr,
+    tile_start_ptr,
+    first_block_ptr,
+    ancestors_ptr,
+    depths_ptr,
+    sinks_ptr,
+    alibi_slopes_ptr,
+    q_descale_ptr,
+    k_descale_ptr,
+    v_descale_ptr,
+    output_scale_ptr,
+    _out_ptr,
+    _lse_ptr,
+    out_ptr,
+    lse_ptr,
+    partial_acc_ptr,
+    partial_peak_ptr,
+    partial_total_ptr,
+    C: tl.constexpr,
+):
+    """Compute the output rows of whole (block, head) units and partial results of the others."""
+    program = tl.program_id(0).to(tl.int64)
+    if C.fill:
+        fill_unowned_rows(cu_seqlens_q_ptr, out_ptr, lse_ptr, program, C)
+    work = tl.load(tile_start_ptr + C.num_blocks)
+    active = tl.minimum(work, C.programs)
+    position = work
+    end = work
+    block = work
+    if program < active:
+        position = program * work // active
+        end = (program + 1) * work // active
+        block = tl.load(first_block_ptr + program)
+
+    row = tl.arange(0, C.block_rows)  # [BM]
+    while position < end:
+        block_start = tl.load(tile_start_ptr + block)
+        block_end = tl.load(tile_start_ptr + block + 1)
+        tiles = (block_end - block_start) // C.num_kv_heads
+        kv_head = (position - block_start) // tiles
+        unit_start = block_start + kv_head * tiles
+        begun = position - unit_start
+        done = tl.minimum(end - unit_start, tiles)
+        if C.chunk > 0:
+            done = begun + 1
+
+        sequence = tl.load(block_sequence_ptr + block)
+        first_row = tl.load(block_index_ptr + block) * C.block_rows
+        q_start = tl.load(cu_seqlens_q_ptr + sequence)
+        q_len = tl.load(cu_seqlens_q_ptr + sequence + 1) - q_start
+        used = tl.load(seqused_k_ptr + sequence)
+        keys = tl.minimum(used, C.capacity)
+        context = used - q_len
+        first_token = first_row // C.group
+        last_token = tl.minimum((first_row + C.block_rows - 1) // C.group, q_len - 1)
+        start, stop = key_range(context, keys, first_token, last_token, C)
+        first = start // C.tile + begun
+        last = start // C.tile + done
+        if C.chunk > 0:
+            chunk = start // C.chunk + begun
+            first = tl.maximum(chunk * C.tiles_in_chunk, start // C.tile)
+            last = tl.minimum((chunk + 1) * C.tiles_in_chunk, (stop + C.tile - 1) // C.tile)
+
+        # Positions within a sequence fit 32 bits, whatever the pool; they never enter an address unwidened.
+        context = context.to(tl.int32)
+        start = start.to(tl.int32)
+        stop = stop.to(tl.int32)
+        first = first.to(tl.int32)
+        last = last.to(tl.int32)
+        packed = first_row + row  # [BM]
+        token = (packed // C.group).to(tl.int32)
+        live = token < q_len
+        head = kv_head * C.group + packed % C.group  # [BM]
+        buffer_row = q_start + tl.minimum(token, q_len - 1)  # [BM]
+        limit = tl.minimum(context + token, stop - 1) if C.causal else tl.zeros_like(token) + (stop - 1)
+        limit = tl.where(live, limit, -1)
+        row_position = context + token
+        if C.tree_words > 0:
+            row_position = context + tl.load(depths_ptr + buffer_row)
+        floor = row_position - (C.window - 1)
+        slope = tl.full([C.block_rows], 0.0, tl.float32)
+        if C.alibi:
+            slope = tl.load(alibi_slopes_ptr + head, mask=live, other=0.0)
+
+        q, scale = scaled_rows(
+            q_ptr, buffer_row * C.num_heads + head, live, q_descale_ptr, k_descale_ptr, kv_head, C
+        )
+        rows = (limit, floor, row_position, slope)
+        span = (start, stop, context)
+        tree = (ancestors_ptr, depths_ptr, q_start, q_len.to(tl.int32), buffer_row)
+        pointers = (
+            page_table_ptr + sequence * C.table_width,
+            stored_pointer(k_ptr, C.k_format) + kv_head * C.head_dim,
+            stored_pointer(v_ptr, C.v_format) + kv_head * C.value_dim,
+        )
+        fresh = fresh_state(C)
+        if C.overlapped:
+            bare_first, bare_last = bare_range(context, start, stop, first_token, last_token, C)
+            bare_first = tl.minimum(tl.maximum(bare_first, first), last)
+            bare = tl.maximum(tl.minimum(bare_last, last) - bare_first, 0)
+            acc, peak, total = fresh
+            walking = True
+            while walking:
+                state = walk(fresh, q, scale, rows, span, tree, pointers, first, last, bare_first, bare, C)
+                acc, peak, total, unknown = walk_overlapped(
+                    state, q, scale, rows, span, tree, pointers, bare_first, bare_first + bare, C
+                )
+                # A page id outside the pool is rare: only where one was met are all tiles masked.
+                walking = (unknown > 0) & (bare > 0)
+                bare = 0
+        else:
+            acc, peak, total = walk(fresh, q, scale, rows, span, tree, pointers, first, last, last, 0, C)
+
+        if C.uncut or ((C.chunk == 0) and (done - begun == tiles)):
+            store_rows(
+                acc, peak, total, buffer_row, head, live, kv_head,
+                (sinks_ptr, v_descale_ptr, output_scale_ptr), (out_ptr, lse_ptr), C,
+            )  # fmt: skip
+        else:
+            slot = 2 * program + (begun == 0).to(tl.int64)
+            if C.chunk > 0:
+                slot = position
+            store_partial(
+                acc, peak, total, slot, live, partial_acc_ptr, partial_peak_ptr, partial_total_ptr, C
+            )
+        position = unit_start + done
+        block += (position == block_end).to(tl.int64)

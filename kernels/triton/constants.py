@@ -1,0 +1,108 @@
+"""What a Triton kernel is specialised on: plain frozen records, passed to it as one constant."""
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConstants:
+    """Static facts of one attention launch. `rows` are (query token, head of the group) pairs, token-major."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    page_size: int
+    num_pages: int
+    table_width: int
+    num_sequences: int
+    num_tokens: int
+
+    # The schedule: blocks of rows, tiles of keys, programs; see `jaxattn.plan`.
+    block_rows: int
+    tile: int
+    programs: int
+    num_blocks: int
+    # Rows of a block that exist at all, which is what partial results are stored for.
+    stored_rows: int
+    # Keys between fixed cut points, 0 where the cut points follow from the load balance.
+    chunk: int
+    # Every unit lies within one run, so there are no partial results.
+    uncut: bool
+    stages: int
+    # Overlap the products of one tile with the softmax of another.
+    overlapped: bool
+    # Load two neighbouring columns of an 8-bit V as one element: 16-bit ones can be transposed by hardware.
+    paired_values: bool = False
+    # An instruction that the compiler moves no other across, empty without.
+    issue_barrier: str = ""
+    # Write neutral values to the rows of the token buffer that belong to no sequence.
+    fill: bool
+
+    softmax_scale: float
+    causal: bool
+    window: int = 0
+    softcap: float = 0.0
+    tree_words: int = 0
+    sinks: bool = False
+    alibi: bool = False
+    q_descale: bool = False
+    k_descale: bool = False
+    v_descale: bool = False
+    output_scale: bool = False
+
+    # Triton dtypes of the products and of the output; numbers of stored formats, see `formats`.
+    compute: Any
+    q_format: int
+    k_format: int
+    v_format: int
+    v_dtype: Any = None
+    out_dtype: Any
+    out_format: int
+    precision: str | None
+    # Scale query rows by powers of two into the range of the compute type.
+    scale_rows: bool
+    # Weights are 2**(score - max + shift): keeps small ones out of float16's subnormals.
+    weight_shift: float
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def modified(self) -> bool:
+        """Whether scores are more than a multiple of the product of q and k."""
+        return self.softcap > 0 or self.alibi
+
+    @property
+    def capacity(self) -> int:
+        """Keys that a row of the page table can hold."""
+        return self.table_width * self.page_size
+
+    @property
+    def padded_dim(self) -> int:
+        """Columns of a K tile."""
+        return padded(self.head_dim)
+
+    @property
+    def padded_value_dim(self) -> int:
+        """Columns of a V tile."""
+        return padded(self.value_dim)
+
+    @property
+    def pages_in_tile(self) -> int:
+        """Page ids that a tile of keys needs; one for each key where tiles and pages do not nest."""
+        if self.page_size % self.tile == 0:
+            return 1
+        return self.tile // self.page_size if self.tile % self.page_size == 0 else self.tile
+
+    @property
+    def tiles_in_chunk(self) -> int:
+        """Tiles between two fixed cut points."""
+        return self.chunk // self.tile
+
+
+def padded(size: int, least: int = 16) -> int:
+    """Smallest power of two that is at least `size` and `least`."""
+    return max(least, 1 << (size - 1).bit_length())

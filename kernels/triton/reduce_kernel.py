@@ -1,0 +1,113 @@
+"""Merge of partial softmax states, one output row a program, a tile of partials at a time."""
+
+import triton
+import triton.language as tl
+
+from jaxattn.kernels.triton.keys import key_range
+from jaxattn.kernels.triton.output import store_rows
+
+
+@triton.jit
+def reduce_kernel(
+    cu_seqlens_q_ptr,
+    seqused_k_ptr,
+    block_sequence_ptr,
+    block_index_ptr,
+    tile_start_ptr,
+    first_block_ptr,
+    sinks_ptr,
+    v_descale_ptr,
+    output_scale_ptr,
+    partial_acc_ptr,
+    partial_peak_ptr,
+    partial_total_ptr,
+    _out_ptr,
+    _lse_ptr,
+    out_ptr,
+    lse_ptr,
+    C: tl.constexpr,
+    PARTIALS: tl.constexpr,
+):
+    """Merge the partial results of each (block, head) unit that `attention_kernel` cut, in the order of keys.
+
+    The program finds its unit by the cut: between programs `cut - 1` and `cut` where cuts follow from the load
+    balance, or as the unit itself where every unit is cut at fixed positions.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    work = tl.load(tile_start_ptr + C.num_blocks)
+    active = tl.minimum(work, C.programs)
+    block_row = program % C.stored_rows
+    block = program * 0
+    kv_head = program * 0
+    first_slot = program * 0
+    count = program * 0
+    if C.chunk > 0:
+        unit = program // C.stored_rows
+        kv_head = unit % C.num_kv_heads
+        block = unit // C.num_kv_heads
+        block_start = tl.load(tile_start_ptr + block)
+        count = (tl.load(tile_start_ptr + block + 1) - block_start) // C.num_kv_heads
+        first_slot = block_start + kv_head * count
+    else:
+        cut = program // C.stored_rows + 1
+        if cut < active:
+            position = cut * work // active
+            before = (cut - 1) * work // active
+            block = tl.load(first_block_ptr + cut)
+            block_start = tl.load(tile_start_ptr + block)
+            tiles = (tl.load(tile_start_ptr + block + 1) - block_start) // C.num_kv_heads
+            kv_head = (position - block_start) // tiles
+            unit_start = block_start + kv_head * tiles
+            # Only the first cut inside a unit merges it.
+            if (position > unit_start) and (before <= unit_start):
+                last = ((unit_start + tiles) * active - 1) // work
+                count = last - cut + 2
+                first_slot = 2 * (cut - 1)
+
+    if count > 0:
+        sequence = tl.load(block_sequence_ptr + block)
+        q_start = tl.load(cu_seqlens_q_ptr + sequence)
+        q_len = tl.load(cu_seqlens_q_ptr + sequence + 1) - q_start
+        packed = tl.load(block_index_ptr + block) * C.block_rows + block_row
+        token = packed // C.group
+        if token < q_len:
+            column = tl.arange(0, C.padded_value_dim)
+            acc = tl.full([C.padded_value_dim], 0.0, tl.float32)
+            peak = tl.max(tl.full([PARTIALS], float("-inf"), tl.float32), 0)
+            total = tl.sum(tl.full([PARTIALS], 0.0, tl.float32), 0)
+            # Partials are summed in groups that begin at fixed positions where the cuts do, so that a row's sum
+            # does not depend on the rows beside it.
+            skipped = count * 0
+            if (C.chunk > 0) and (C.window > 0):
+                used = tl.load(seqused_k_ptr + sequence)
+                first_token = (packed - block_row) // C.group
+                start, _ = key_range(used - q_len, tl.minimum(used, C.capacity), first_token, first_token, C)
+                skipped = start // C.chunk % PARTIALS
+            for first in range(-skipped, count, PARTIALS):
+                index = first + tl.arange(0, PARTIALS)  # [PARTIALS] int64
+                slot = first_slot + index
+                if C.chunk == 0:
+                    # The run in which the unit begins stores it second, the later ones store it first.
+                    slot += index + (index == 0).to(tl.int64)
+                stored = (index >= 0) & (index < count)
+                at = slot * C.stored_rows + block_row
+                peaks = tl.load(partial_peak_ptr + at, mask=stored, other=float("-inf"))
+                totals = tl.load(partial_total_ptr + at, mask=stored, other=0.0)
+                accs = tl.load(
+                    partial_acc_ptr + at[:, None] * C.value_dim + column[None, :],
+                    mask=stored[:, None] & (column < C.value_dim)[None, :],
+                    other=0.0,
+                )  # [PARTIALS, DV]
+                new_peak = tl.maximum(peak, tl.max(peaks, 0))
+                base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+                weight = tl.exp2(peaks - base)
+                decay = tl.exp2(peak - base)
+                acc = acc * decay + tl.sum(accs * weight[:, None], 0)
+                total = total * decay + tl.sum(totals * weight, 0)
+                peak = new_peak
+            one = tl.full([1], 1, tl.int64)
+            store_rows(
+                acc[None, :], peak + tl.full([1], 0.0, tl.float32), total + tl.full([1], 0.0, tl.float32),
+                one * (q_start + token), one * (kv_head * C.group + packed % C.group), one > 0, kv_head,
+                (sinks_ptr, v_descale_ptr, output_scale_ptr), (out_ptr, lse_ptr), C,
+            )  # fmt: skip

@@ -1,0 +1,149 @@
+"""Walks of a block of query rows over tiles of keys: the online softmax, with and without overlapped products."""
+
+import triton
+import triton.language as tl
+
+from jaxattn.kernels.triton.formats import decode, decode_pair
+from jaxattn.kernels.triton.keys import is_known, page_ids, per_key, pool_rows
+from jaxattn.kernels.triton.scores import LOG2E, constant_rows, key_positions, masked, modified, weights
+
+
+@triton.jit
+def fresh_state(C: tl.constexpr):
+    """Softmax state of no keys.
+
+    acc [BM, DV] is the weighted sum of values; peak [BM] is what the weights are relative to, in units of log2;
+    total [BM] is the sum of weights.
+    """
+    acc = tl.full([C.block_rows, C.padded_value_dim], 0.0, tl.float32)
+    peak = tl.full([C.block_rows], float("-inf"), tl.float32)
+    total = tl.full([C.block_rows], 0.0, tl.float32)
+    return acc, peak, total
+
+
+@triton.jit
+def walk(state, q, scale, rows, span, tree, pointers, first, last, gap_at, gap, C: tl.constexpr):
+    """Fold tiles [first, last) into a softmax state, jumping over `gap` tiles at `gap_at`."""
+    acc, peak, total = state
+    start, stop, context = span
+    table_ptr, k_ptr, v_ptr = pointers
+    column = tl.arange(0, C.padded_dim)
+    value_column = tl.arange(0, C.padded_value_dim)
+    unit = scale * LOG2E
+    if C.modified:
+        unit = constant_rows(LOG2E, C)
+    acc_odd = total
+    if C.paired_values:
+        # Columns 2j and 2j + 1 of V are loaded as one 16-bit element, and summed apart.
+        value_column = tl.arange(0, C.padded_value_dim // 2)
+        v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+        acc, acc_odd = unzipped(acc, C)
+
+    page = page_ids(table_ptr, tl.where(first >= gap_at, first + gap, first), start, stop, C)
+    for index in tl.range(first, last - gap, num_stages=C.stages):
+        tile = tl.where(index >= gap_at, index + gap, index)
+        next_tile = tl.where(index + 1 >= gap_at, index + 1 + gap, index + 1)
+        key = tile * C.tile + tl.arange(0, C.tile)  # [TILE]
+        row = pool_rows(page, tile, C)
+        known = per_key(is_known(page, C), C)
+        # The ids of the next tile, so that its K and V can be fetched ahead without waiting for them.
+        page = page_ids(table_ptr, next_tile, start, stop, C)
+
+        k_at = k_ptr + (row * (C.num_kv_heads * C.head_dim))[:, None] + column[None, :]
+        if C.padded_dim == C.head_dim:
+            k = tl.load(k_at)
+        else:
+            k = tl.load(k_at, mask=(column < C.head_dim)[None, :], other=0.0)
+        k = decode(k, C.k_format, C.compute)  # [TILE, D]
+        score = tl.dot(q, tl.trans(k), input_precision=C.precision)  # [BM, TILE]
+        key_position = key_positions(key, context, tree, C)
+        if C.modified:
+            score = modified(score * scale[:, None], rows, key_position, C)
+        score = masked(score, rows, key, key_position, known, context, tree, C)
+        weight, peak, decay = weights(score, peak, unit, True, C)
+        total = total * decay + tl.sum(weight, 1)
+        acc = acc * decay[:, None]
+
+        # A weight of 0 does not silence a NaN, so the rows of dead keys are zeroed as well.
+        live = (key < stop) & known
+        if C.window > 0:
+            live = live & (key >= start)
+        if C.paired_values:
+            v_at = v_ptr + (row * (C.num_kv_heads * C.value_dim // 2))[:, None] + value_column[None, :]
+            pair = tl.load(v_at, mask=live[:, None] & (value_column < C.value_dim // 2)[None, :], other=0)
+            even, odd = decode_pair(pair, C.v_format, C.v_dtype, C.compute)  # [TILE, DV / 2]
+            acc = tl.dot(weight.to(C.compute), even, acc, input_precision=C.precision)
+            acc_odd = tl.dot(weight.to(C.compute), odd, acc_odd * decay[:, None], input_precision=C.precision)
+        else:
+            v_at = v_ptr + (row * (C.num_kv_heads * C.value_dim))[:, None] + value_column[None, :]
+            v = tl.load(v_at, mask=live[:, None] & (value_column < C.value_dim)[None, :], other=0.0)
+            v = decode(v, C.v_format, C.compute)  # [TILE, DV]
+            acc = tl.dot(weight.to(C.compute), v, acc, input_precision=C.precision)
+    if C.paired_values:
+        acc = tl.interleave(acc, acc_odd)
+    return acc, peak, total
+
+
+@triton.jit
+def unzipped(acc, C: tl.constexpr):
+    """Part even and odd columns."""
+    return tl.split(tl.reshape(acc, [C.block_rows, C.padded_value_dim // 2, 2]))
+
+
+@triton.jit
+def walk_overlapped(state, q, scale, rows, span, tree, pointers, first, last, C: tl.constexpr):
+    """Fold tiles [first, last), of which every row sees every key, with the products of one tile behind another.
+
+    Turn `i` multiplies the weights of tile `i - 2` by V, begins the product of q with tile `i`, and meanwhile
+    turns the scores of tile `i - 1` into weights. A page id outside the pool cannot be masked out here: page 0
+    is read in its place, and the fourth result is positive.
+    """
+    acc, peak, total = state
+    start, stop, context = span
+    table_ptr, k_ptr, v_ptr = pointers
+    column = tl.arange(0, C.padded_dim)
+    value_column = tl.arange(0, C.padded_value_dim)
+    unit = scale * LOG2E
+    if C.modified:
+        unit = constant_rows(LOG2E, C)
+    unknown = tl.full([C.pages_in_tile], 0, tl.int32)
+    score = tl.full([C.block_rows, C.tile], 0.0, tl.float32)
+    weight = tl.full([C.block_rows, C.tile], 0.0, tl.float32).to(C.compute)
+    lane = tl.arange(0, C.tile)
+
+    page = page_ids(table_ptr, first, start, stop, C)
+    scored_row = lane.to(tl.int64) * 0
+    weighted_row = scored_row
+    for tile in tl.range(first, last + 2, num_stages=C.stages):
+        v_at = v_ptr + (weighted_row * (C.num_kv_heads * C.value_dim))[:, None] + value_column[None, :]
+        v = tl.load(v_at, mask=(tile >= first + 2) & (value_column < C.value_dim)[None, :], other=0.0)
+        v = decode(v, C.v_format, C.compute)  # [TILE, DV]
+        acc = tl.dot(weight, v, acc, input_precision=C.precision)
+
+        # A copy in other registers, so that the next product can begin in these.
+        current = score + 0.0
+        row = pool_rows(page, tile, C)
+        unknown = unknown | (is_known(page, C) == 0).to(tl.int32)
+        page = page_ids(table_ptr, tile + 1, start, stop, C)
+        k_at = k_ptr + (row * (C.num_kv_heads * C.head_dim))[:, None] + column[None, :]
+        k = tl.load(k_at, mask=(tile < last) & (column < C.head_dim)[None, :], other=0.0)
+        k = decode(k, C.k_format, C.compute)  # [TILE, D]
+        next_score = tl.dot(q, tl.trans(k), input_precision=C.precision)  # [BM, TILE]
+
+        if C.issue_barrier != "":
+            # Keeps the compiler from moving the product behind the softmax, which does not need it yet.
+            tl.inline_asm_elementwise(
+                C.issue_barrier + " mov.b32 $0, $1;", "=r,r", [tile], tl.int32, False, 1
+            )
+        if C.modified:
+            key_position = key_positions((tile - 1) * C.tile + lane, context, tree, C)
+            current = modified(current * scale[:, None], rows, key_position, C)
+        exact, peak, decay = weights(current, peak, unit, (tile > first) & (tile <= last), C)
+        total = total * decay + tl.sum(exact, 1)
+        acc = acc * decay[:, None]
+        weight = exact.to(C.compute)
+        score = next_score
+        # No plain copy: the compiler does not pipeline a loop that carries a value over two turns.
+        weighted_row = tl.where(tile <= last, scored_row, 0)
+        scored_row = row
+    return acc, peak, total, tl.max(unknown, 0)

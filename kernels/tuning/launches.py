@@ -1,0 +1,86 @@
+"""From a problem to its launches: which schedule, which tiles."""
+
+import dataclasses
+
+from jaxattn.index64 import cdiv
+from jaxattn.kernels.tuning import Device, TileChoice, tuning
+from jaxattn.plan import UNCUT, ScheduleSpec
+from jaxattn.problem import AttentionProblem
+
+# Longer windows than any sequence are no window; positions in a kernel are 32-bit.
+_LONGEST_WINDOW = 2**31 - 1
+_ANY_LENGTH = 2**62
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One launch of the attention kernel."""
+
+    spec: ScheduleSpec
+    choice: TileChoice
+
+
+def attention_launches(problem: AttentionProblem, device: Device) -> tuple[Launch, ...]:
+    """Cut a problem into launches by the query lengths of its sequences.
+
+    Short sequences (decode, verify) and long ones (prefill) take different tiles, so a batch that can hold both
+    needs two launches, each of which schedules its own sequences only.
+    """
+    table = tuning()
+    group = problem.group_size
+    longest = min(problem.max_seqlen_q, problem.q.shape[0])
+    head_dim = max(problem.q.shape[2], problem.v_cache.shape[3])
+    kv_bytes = max(problem.k_cache.dtype.itemsize, problem.v_cache.dtype.itemsize)
+    if problem.q.dtype.itemsize == 4:
+        kv_bytes = 4
+
+    def launch(kind: str, rows: int, min_q_len: int, max_q_len: int) -> Launch:
+        choice = table.choose(kind, head_dim, rows, kv_bytes)
+        chunk = 0
+        if problem.batch_invariant:
+            chunk = cdiv(table.chunk, choice.tile) * choice.tile if kind == "invariant" else UNCUT
+        return Launch(
+            spec=_spec(problem, device, choice, chunk, min_q_len, max_q_len),
+            choice=choice,
+        )
+
+    if problem.batch_invariant:
+        # The tiles follow from the group alone, so that decode and verify compute a row alike.
+        split = launch("invariant", group, 1, max(1, table.split_rows // group))
+        if longest <= split.spec.max_q_len:
+            return (split,)
+        return (split, launch("prefill", longest * group, split.spec.max_q_len + 1, _ANY_LENGTH))
+
+    if longest * group <= table.split_rows or longest == 1:
+        return (launch("split", longest * group, 1, _ANY_LENGTH),)
+    if problem.seqused_k.shape[0] == 1:
+        return (launch("prefill", longest * group, 1, _ANY_LENGTH),)
+    choice = table.choose("split", head_dim, group, kv_bytes)
+    threshold = max(1, choice.block_rows // group)
+    return (
+        launch("split", group, 1, threshold),
+        launch("prefill", longest * group, threshold + 1, _ANY_LENGTH),
+    )
+
+
+def _spec(
+    problem: AttentionProblem, device: Device, choice: TileChoice, chunk: int, min_q_len: int, max_q_len: int
+) -> ScheduleSpec:
+    window = problem.sliding_window
+    return ScheduleSpec(
+        num_sequences=problem.seqused_k.shape[0],
+        num_tokens=problem.q.shape[0],
+        max_seqlen_q=problem.max_seqlen_q,
+        min_q_len=min_q_len,
+        max_q_len=max_q_len,
+        num_kv_heads=problem.k_cache.shape[2],
+        group=problem.group_size,
+        capacity=problem.page_table.shape[1] * problem.page_size,
+        causal=problem.causal,
+        tree=problem.ancestors is not None,
+        sliding_window=None if window is None or window >= _LONGEST_WINDOW else window,
+        block_rows=choice.block_rows,
+        tile=choice.tile,
+        programs=device.cores * choice.programs_per_core,
+        chunk=chunk,
+    )
