@@ -7,7 +7,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int64
+from jaxtyping import Array, Bool, Float32, Int64, UInt64
 
 from jaxattn.index64 import take_or_padding
 from jaxattn.problem import AttentionProblem
@@ -128,10 +128,10 @@ def _key_positions(
 
 
 def _is_ancestor(
-    problem: AttentionProblem, rows: QueryRows, key: Int64[Array, "B L"]
+    ancestors: UInt64[Array, "T W"], rows: QueryRows, key: Int64[Array, "B L"]
 ) -> Bool[Array, "B Q L"]:
     node = key - rows.context[:, None]  # [B, L]
-    words = problem.ancestors[rows.token]  # [B, Q, W]
+    words = ancestors[rows.token]  # [B, Q, W]
     word = jnp.clip(node // 64, 0, words.shape[2] - 1)[:, None, :]
     bits = jnp.take_along_axis(words, jnp.broadcast_to(word, (*words.shape[:2], key.shape[1])), axis=2)
     shift = (node % 64).astype(jnp.uint64)[:, None, :]
@@ -157,7 +157,7 @@ def masked_scores(
     if problem.causal:
         visible &= tile.key[:, None, :] <= rows.index[:, :, None]
     if problem.ancestors is not None:
-        visible &= _is_ancestor(problem, rows, tile.key)
+        visible &= _is_ancestor(problem.ancestors, rows, tile.key)
     if problem.sliding_window is not None or problem.alibi_slopes is not None:
         distance = rows.position[:, :, None] - _key_positions(problem, rows, tile.key)[:, None, :]
         if problem.sliding_window is not None:
