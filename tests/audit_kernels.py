@@ -132,12 +132,12 @@ def attend(
 
 
 @triton.jit
-def large_product(a, b, out, SIZE: tl.constexpr):
-    """Two chained products of square tiles, for which one wave has too few registers."""
+def chained_products(a, b, out, SIZE: tl.constexpr):
+    """Two chained products of square tiles; for large ones a wave has too few registers."""
     at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     x, y = tl.load(a + at), tl.load(b + at)
-    x = tl.dot(x, y).to(x.dtype)
-    tl.store(out + at, tl.dot(x, y).to(x.dtype) + x)
+    x = tl.dot(x, y, input_precision="ieee").to(x.dtype)
+    tl.store(out + at, tl.dot(x, y, input_precision="ieee").to(x.dtype) + x)
 
 
 @triton.jit
@@ -169,6 +169,13 @@ def request(fn, signature, *, num_warps=4, num_stages=2, within_2_gib=(), aligne
         attrs[position,] = attributes
     signature = {**signature, **dict.fromkeys(constexprs, "constexpr")}
     return CompileRequest(fn.__name__, fn, signature, constexprs, attrs, num_warps, num_stages)
+
+
+def products(dtype="*bf16", *, size, **options):
+    """A request for `chained_products`."""
+    return request(
+        chained_products, {"a": dtype, "b": dtype, "out": dtype}, num_stages=1, SIZE=size, **options
+    )
 
 
 def gather(fn, table="*i64", **options):

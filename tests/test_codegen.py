@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 import audit_kernels as kernels
-from audit_kernels import attention, gather, request
+from audit_kernels import attention, gather, products, request
 
 from bench import codegen
 from bench.audit.addresses import Finding, find_narrow, index_arrays
@@ -165,11 +165,7 @@ def test_an_attention_kernel_passes_with_its_facts(arch):
 
 @pytest.mark.parametrize("arch", ["gfx950", "sm90"])
 def test_spills_fail(arch):
-    if arch == "sm90":
-        fault = attention(BM=64, D=256, TILE=128)
-    else:
-        arrays = {"a": "*bf16", "b": "*bf16", "out": "*bf16"}
-        fault = request(kernels.large_product, arrays, num_warps=1, num_stages=1, SIZE=128)
+    fault = attention(BM=64, D=256, TILE=128) if arch == "sm90" else products(size=128, num_warps=1)
     report = audit(compile_request(fault, arch))
     assert report.spills
     assert any(failure.startswith("spills: ") for failure in report.failures)
@@ -237,6 +233,13 @@ def test_a_product_without_matrix_instructions_fails(arch):
 
 
 @pytest.mark.parametrize("arch", ALL)
+def test_float32_in_full_precision_has_matrix_instructions_on_amd_alone(arch):
+    report = audit(compile_request(products("*fp32", size=32), arch))
+    assert report.passed
+    assert bool(report.matrix_instructions) == (arch != "sm90")
+
+
+@pytest.mark.parametrize("arch", ALL)
 def test_narrow_loads_of_k_and_v_fail(arch):
     report = audit(compile_request(attention(TILE=16, aligned=False), arch))
     assert report.load_bytes == 2
@@ -297,6 +300,30 @@ def test_ids_are_followed_over_branches_and_through_reductions():
     assert find_narrow(module, {"page_table"}) == [
         Finding("page_table", "helper.py:7", ("32-bit arith.trunci",))
     ]
+
+
+COPIES = """
+module {
+  tt.func public @kernel(%page_table: !tt.ptr<i64>, %pool: !tt.ptr<bf16>, %depths: !tt.ptr<i32>) {
+    %page = tt.load %page_table : !tt.ptr<i64>
+    %at = tt.addptr %pool, %page : !tt.ptr<bf16>, i64
+    %k = ttg.local_alloc : () -> !ttg.memdesc<64xbf16, #shared, #smem, mutable>
+    %d = ttg.local_alloc : () -> !ttg.memdesc<64xi32, #shared, #smem, mutable>
+    %first = ttg.async_copy_global_to_local %at, %k : !tt.ptr<bf16> -> <64xbf16, #shared, #smem, mutable>
+    %second = ttg.async_copy_global_to_local %depths, %d : !tt.ptr<i32> -> <64xi32, #shared, #smem, mutable>
+    %done = ttg.async_wait %first, %second {num = 0 : i32}
+    %depth = ttg.local_load %d token %done : !ttg.memdesc<64xi32, #shared, #smem, mutable> -> tensor<64xi32>
+    %sum = arith.addi %depth, %depth : tensor<64xi32>
+    tt.return
+  }
+}
+"""
+
+
+def test_what_local_memory_holds_comes_from_its_copy_and_not_from_one_awaited_with_it():
+    module = read_module(COPIES)
+    assert find_narrow(module, {"page_table"}) == []
+    assert find_narrow(module, {"depths"}) == [Finding("depths", "", ("32-bit arith.addi",))]
 
 
 def test_an_operation_with_unknown_regions_is_refused():

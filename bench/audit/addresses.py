@@ -72,7 +72,7 @@ class Provenance:
 
     def loaded_from(self, value: str) -> set[str]:
         """Arguments whose contents `value` depends on as a number, not only through a comparison."""
-        reads = self._walk(value, lambda v: self.module.width(v) != 1) & self.reads.keys()
+        reads = self._walk(value, self._is_number) & self.reads.keys()
         return set().union(*(self.roots(self.reads[read]) for read in reads))
 
     def never_widened(self, value: str) -> bool:
@@ -102,6 +102,16 @@ class Provenance:
 
     def _is_pointer(self, value: str) -> bool:
         return "!tt.ptr" in self.module.types[value] or "!tt.tensordesc" in self.module.types[value]
+
+    def _is_number(self, value: str) -> bool:
+        """Whether a value, or what local memory it names holds, can be an id: no truth value, pointer or token."""
+        type_text = self.module.types[value]
+        return (
+            type_text != ""
+            and "token" not in type_text
+            and not self._is_pointer(value)
+            and self.module.width(value) != 1
+        )
 
     def _memory(self, operation: Operation) -> str:
         return next(v for v in operation.operands if self._is_memory(v))
