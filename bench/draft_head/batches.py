@@ -46,7 +46,7 @@ def answer(
         target=ProgramTarget(model.program, options),
         drafter=drafter,
         sampled=sampled,
-        prefill_chunk=min(2048, rows * max_context_len),
+        prefill_chunk=min(1024, rows * max_context_len),
     )
     width = -(-(max_context_len + decoder.lookahead) // PAGE_SIZE)
     pool = {"num_pages": rows * width + 1, "page_size": PAGE_SIZE, "dtype": model.dtype}

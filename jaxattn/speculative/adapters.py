@@ -3,8 +3,6 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from jaxattn.speculative.compaction import compact_accepted
-
 if TYPE_CHECKING:
     from jaxattn.models.load import Program
 
@@ -32,8 +30,8 @@ class ProgramTarget:
         return self.program.logits(weights, hidden)
 
     def commit(self, cache, metadata, acceptance):
-        """Move the accepted path of a tree together."""
-        return compact_accepted(cache, metadata, acceptance.path)
+        """See `TargetModel.commit`."""
+        return self.program.commit(cache, metadata, acceptance.path)
 
 
 @dataclasses.dataclass(frozen=True)

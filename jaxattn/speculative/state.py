@@ -60,6 +60,7 @@ class DecoderState:
         """Rows S of the batch."""
         return self.lengths.shape[0]
 
+    @index64
     def metadata(
         self,
         mode: str,
@@ -68,10 +69,7 @@ class DecoderState:
         active: Bool[Array, "S"],
         ancestors: UInt64[Array, "T W"] | None = None,
     ) -> AttentionMetadata:
-        """Metadata of `rows` query rows per sequence behind a prefix; rows that are not active are neutral.
-
-        Call it inside an `index64` scope.
-        """
+        """Metadata of `rows` query rows per sequence behind a prefix; rows that are not active are neutral."""
         return AttentionMetadata(
             page_table=self.page_table,
             swa_page_table=self.swa_page_table,
