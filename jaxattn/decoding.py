@@ -122,6 +122,8 @@ def decode_step(
     agreed = jnp.cumprod(chosen[:, :-1] == drafts[:, 1:], axis=1, dtype=jnp.int32)
     counts = jnp.where(live, 1 + agreed.sum(axis=1, dtype=jnp.int32), 0)
     decided = jnp.arange(n) < counts[:, None]
+    if n > 1:
+        cache = program.commit(cache, metadata, jnp.where(decided, jnp.arange(n, dtype=jnp.int32), -1))
     return _append(dataclasses.replace(state, cache=cache), chosen, counts, (sound | ~decided).all(axis=1))
 
 

@@ -91,9 +91,12 @@ def num_weights(config: DecoderConfig) -> int:
 
 
 def allocate_cache(
-    config: DecoderConfig, *, num_pages: int, page_size: int, dtype, **descales
+    config: DecoderConfig, *, num_pages: int, page_size: int, dtype, num_seqs: int | None = None, **descales
 ) -> PagedKVCache:
-    """A cache of zeros for `config`; `k_descale` and `v_descale` are those of `PagedKVCache.allocate`."""
+    """A cache of zeros for `config`; `k_descale` and `v_descale` are those of `PagedKVCache.allocate`.
+
+    `num_seqs` is for programs with a state by sequence. Pages belong to whoever a table names, so that it is free here.
+    """
     return PagedKVCache.allocate(
         num_layers=config.num_layers,
         num_pages=num_pages,

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Num
 
 from jaxattn.index64 import as_index, index64
 from jaxattn.kv_cache import PagedKVCache
@@ -70,6 +70,16 @@ class HybridCache:
             )
 
         return cls(kv, tuple(state() for _ in config.linear_layers))
+
+    @property
+    def k(self) -> tuple[Num[Array, "N P K D"], ...]:
+        """Keys of each cache layer."""
+        return self.kv.k
+
+    @property
+    def v(self) -> tuple[Num[Array, "N P K Dv"], ...]:
+        """Values of each cache layer."""
+        return self.kv.v
 
     @index64
     def commit(self, accepted: Int[Array, "S"]) -> "HybridCache":

@@ -17,6 +17,7 @@ from jaxattn.models.hybrid_cache import HybridCache
 from jaxattn.models.layers import Weight, cached_attention, linear, rms_norm, rotate, rotation
 from jaxattn.models.moe import MlpWeights, MoeWeights, gated_mlp, mlp_specs, moe, moe_specs
 from jaxattn.models.qwen3_5_config import LINEAR, HybridConfig
+from jaxattn.models.qwen3_5_config import config_from_hf as config_from_hf
 from jaxattn.models.sequence_rows import sequence_rows
 from jaxattn.models.streaming import Source, WeightSpec
 

@@ -9,7 +9,7 @@ from jaxattn.models.config import Rope, required
 from jaxattn.models.llama import refuse_options, rope_from_hf
 
 LINEAR, FULL = "linear_attention", "full_attention"
-MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+MODEL_TYPES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ headers, and only then does `load_tree` allocate and read.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -100,7 +101,8 @@ def _plan(spec: WeightSpec, tensors: Mapping[str, StoredTensor], config: Quantiz
     for source in spec.sources:
         name = find(source.name, tensors)
         if name is None:
-            raise CheckpointError(f"expected the tensor {source.name}, found none of that name in the shards")
+            folder = next(iter(tensors.values())).path.parent
+            raise CheckpointError(f"{folder}: expected the tensor {source.name}, which is missing")
         leaf = forms.leaf(tensors, name, config)
         if leaf.shape != source.shape:
             raise CheckpointError(
@@ -141,7 +143,7 @@ def load_tree(
         tensors: the headers that it was planned with.
         dtype: of the plain weights whose spec names none.
         sharding: chooses the sharding of each weight; None for the default device.
-        loaded: called with the bytes of each tensor that has been read.
+        loaded: called with the number of elements of each weight that is on the device.
         emulate_activations: round the inputs of quantised layers too, as the quantiser simulated them.
         on_load: quantise plain linear weights to the form that this config declares.
 
@@ -154,22 +156,19 @@ def load_tree(
         name = "/".join(
             str(getattr(key, "name", getattr(key, "idx", getattr(key, "key", key)))) for key in path
         )
-        reader = _Reader(weight, tensors, place(name, weight.spec.shape), loaded)
-        if weight.form == MXFP4:
-            return reader.mxfp4(emulate_activations)
-        if weight.form == FP8:
-            return reader.fp8(emulate_activations)
-        array = reader.plain(weight.spec.dtype or dtype)
+        reader = _Reader(weight, tensors, place(name, weight.spec.shape))
+        value = reader.read_as(weight.form, weight.spec.dtype or dtype, emulate_activations)
         form = _form_on_load(weight, on_load)
-        if form is None:
-            return array
-        return (Mxfp4Weight if form == MXFP4 else Fp8Weight).from_array(array)
+        if form is not None:
+            value = (Mxfp4Weight if form == MXFP4 else Fp8Weight).from_array(value)
+        loaded(math.prod(weight.spec.shape))
+        return value
 
     return jax.tree_util.tree_map_with_path(load, planned)
 
 
 def _form_on_load(weight: PlannedWeight, config: QuantizationConfig | None) -> str | None:
-    if config is None or not config.on_load or not weight.spec.linear:
+    if config is None or not config.on_load or not weight.spec.linear or weight.form != PLAIN:
         return None
     form = config.declared(forms.module_of(weight.leaves[0].name)).form
     return None if form == PLAIN else form
@@ -206,7 +205,11 @@ class _Reader:
     weight: PlannedWeight
     tensors: Mapping[str, StoredTensor]
     sharding: jax.sharding.Sharding | None
-    loaded: Callable[[int], None]
+
+    def read_as(self, form: str, dtype, emulate: bool) -> Array | Mxfp4Weight | Fp8Weight:
+        if form == MXFP4:
+            return self.mxfp4(emulate)
+        return self.fp8(emulate) if form == FP8 else self.plain(dtype)
 
     def plain(self, dtype) -> Array:
         spec = self.weight.spec
@@ -258,9 +261,7 @@ class _Reader:
         return jnp.asarray(scales if len(names) > 1 else scales[0])
 
     def _read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        array = read_stored(self.tensors[name], rows)
-        self.loaded(array.nbytes)
-        return array
+        return read_stored(self.tensors[name], rows)
 
     def _assemble(self, names: list[str], shape: tuple[int, ...]) -> Array:
         """One device array of `shape` from the tensors `names`, one for each entry of its first axis or one in all."""
