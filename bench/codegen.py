@@ -1,24 +1,30 @@
 """Audit every tuned kernel configuration in the code that it compiles to, without a GPU.
 
     python -m bench.codegen                      # gfx942, gfx950 and sm90
-    python -m bench.codegen --arch gfx950 --json
+    python -m bench.codegen --arch gfx950 --only D256
 
-Exit code 1 if a configuration spills registers, computes a product without matrix instructions, needs
-more shared memory than there is, loads K or V in narrow pieces, or lets a page or slot id reach a 32-bit
-offset. Nothing is executed: a pass is a statement about machine code, not about a run on that GPU.
+Columns: regs, registers a lane (AMD: VGPR and AGPR together); AGPR, those among them; spills; LDS KiB, shared
+memory of a workgroup; waves, per SIMD (warps per SM quarter) that registers and shared memory leave room for;
+MMA, matrix instructions in the code; K/V bytes, the narrowest load of K or V in bytes a lane, "LDS" where it goes
+straight to shared memory.
+
+Exit code 1 if a configuration does not compile, spills registers in a way that costs something for each tile,
+computes a product without matrix instructions, needs more shared memory than there is, loads K or V in narrow
+pieces, or lets a page or slot id reach a 32-bit offset. Nothing is executed: a pass is a statement about machine
+code, not about a run on that GPU.
 """
 
 import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import triton
 
-from bench.audit.compilation import compile_request
-from bench.audit.report import Report, audit
+from bench.audit.report import Report, audit_request
 from bench.audit.targets import KIB, TARGETS
+from jaxattn.kernels.triton.requests import compile_requests
 
 DEFAULT_ARCHS = ("gfx942", "gfx950", "sm90")
 COLUMNS = (
@@ -33,21 +39,12 @@ COLUMNS = (
 )
 
 
-def reports(arch: str, contains: str = "") -> Iterable[Report]:
-    """Compile and audit the configurations of one architecture whose names contain a text."""
-    from jaxattn.kernels.triton.requests import compile_requests
-
-    for request in compile_requests(arch):
-        if contains in request.name:
-            yield audit(compile_request(request, arch))
-
-
 def row(report: Report, width: int) -> str:
     """One line of the table."""
     load = "-" if report.load_bytes is None else f"{report.load_bytes}{' LDS' if report.direct_loads else ''}"
     spills = next((f"{number} {kind.removesuffix(' bytes')}" for kind, number in report.spills.items()), "")
     cells = (
-        report.registers,
+        report.registers or "-",
         report.accumulators or "-",
         spills or "-",
         f"{report.shared / KIB:.1f}",
@@ -72,7 +69,11 @@ def heading(arch: str, width: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code is 1 where a configuration failed or none was found."""
-    parser = argparse.ArgumentParser(prog="python -m bench.codegen", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.codegen",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "--arch", action="append", choices=tuple(TARGETS), help="default: " + ", ".join(DEFAULT_ARCHS)
     )
@@ -85,17 +86,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
     options = parser.parse_args(arguments)
 
-    from jaxattn.kernels.triton.requests import compile_requests
-
     found: list[Report] = []
     for arch in options.arch or DEFAULT_ARCHS:
-        width = max((len(request.name) for request in compile_requests(arch)), default=0) + 2
+        requests = [request for request in compile_requests(arch) if options.only in request.name]
+        width = max((len(request.name) for request in requests), default=0) + 2
         if not options.json:
             print(heading(arch, width))
-        for report in reports(arch, options.only):
-            found.append(report)
+        for request in requests:
+            found.append(audit_request(request, arch))
             if not options.json:
-                print(row(report, width), flush=True)
+                print(row(found[-1], width), flush=True)
         if not options.json:
             print()
     failed = [report for report in found if not report.passed]

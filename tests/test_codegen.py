@@ -362,9 +362,7 @@ def tuned(monkeypatch):
     """Let the command find these configurations instead of the tuned ones."""
 
     def use(*found):
-        monkeypatch.setattr(
-            "jaxattn.kernels.triton.requests.compile_requests", lambda arch: list(found), raising=False
-        )
+        monkeypatch.setattr(codegen, "compile_requests", lambda arch: list(found))
 
     return use
 
@@ -386,6 +384,14 @@ def test_the_command_fails_with_one_line_for_each_failure(tuned, capsys):
     assert re.search(r"^narrow_product .* FAIL$", out, re.M)
     assert re.search(r"^FAIL gfx942 narrow_product: .*:\d+: an id from page_table reaches", out, re.M)
     assert out.endswith("2 configurations, 1 failed\n")
+
+
+def test_the_command_reports_a_kernel_that_does_not_compile(tuned, capsys):
+    tuned(products(size=24), gather(kernels.gather_pages))
+    assert codegen.main(["--arch", "gfx942"]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"^FAIL gfx942 chained_products: does not compile: CompilationError: ", out, re.M)
+    assert re.search(r"^gather_pages .* ok$", out, re.M)
 
 
 def test_the_command_prints_json(tuned, capsys):

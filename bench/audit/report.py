@@ -4,7 +4,7 @@ from collections.abc import Collection, Set
 from dataclasses import dataclass
 
 from bench.audit.addresses import COUNTS, Provenance, base_name, find_narrow, index_arrays
-from bench.audit.compilation import Compiled
+from bench.audit.compilation import Compiled, compile_request, find_target
 from bench.audit.machine import Load, Machine, read_amdgcn, read_cuda
 from bench.audit.mlir import Module, read_module
 from bench.audit.mlir_text import UnreadableIR
@@ -87,6 +87,30 @@ def audit(compiled: Compiled, counts: Set[str] = COUNTS, caches: Set[str] = CACH
         failures=tuple(failures),
         notes=tuple(notes),
     )
+
+
+def audit_request(request, arch: str) -> Report:
+    """Compile a `CompileRequest` and audit it; a kernel that does not compile gets a report that says so."""
+    target = find_target(arch)
+    try:
+        return audit(compile_request(request, arch))
+    except Exception as error:  # the compiler's failures have many types, and each is a finding
+        reason = str(error).strip().splitlines() or [""]
+        return Report(
+            name=request.name,
+            arch=arch,
+            registers=0,
+            accumulators=0,
+            spills={},
+            shared=0,
+            shared_limit=target.shared_limit,
+            occupancy=0,
+            matrix_instructions=0,
+            load_bytes=None,
+            direct_loads=False,
+            failures=(f"does not compile: {type(error).__name__}: {reason[0]}",),
+            notes=(),
+        )
 
 
 def judge_spills(machine: Machine) -> tuple[list[str], list[str]]:
