@@ -20,7 +20,7 @@ def expected_path(mode, unified, unified_verify, unified_draft_extend, mla, wind
     return "unified" if (unified or window_pool) and own_switch else "dense"
 
 
-@pytest.mark.parametrize("values", itertools.product([False, True], repeat=len(SWITCHES)))
+@pytest.mark.parametrize("values", list(itertools.product([False, True], repeat=len(SWITCHES))))
 @pytest.mark.parametrize(("topk", "page_size"), [(1, 16), (4, 1), (4, 16)])
 def test_every_row_of_the_table(values, topk, page_size):
     config = AttentionConfig(**dict(zip(SWITCHES, values, strict=True)), topk=topk, page_size=page_size)
