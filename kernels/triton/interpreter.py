@@ -169,5 +169,6 @@ def _splat(block_type, scalar):
 
 
 def _dot(a, b, acc, input_precision, max_num_imprecise_acc):
-    product = np.matmul(_values(a).astype(np.float32), _values(b).astype(np.float32))
+    # BLAS sums a row in an order that depends on its place in the matrix; rounded from float64, all orders agree.
+    product = np.matmul(_values(a).astype(np.float64), _values(b).astype(np.float64)).astype(acc.data.dtype)
     return interpreter.TensorHandle(product + acc.data, acc.dtype.scalar)

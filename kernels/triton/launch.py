@@ -16,6 +16,7 @@ from jaxattn.errors import UnsupportedError
 from jaxattn.kernels import tuning
 from jaxattn.kernels.triton.compat import installed_version, load_jax_triton
 
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelCall:
     """One launch as data: what is compiled, from what, and how it runs."""
@@ -40,7 +41,7 @@ _recorded: contextvars.ContextVar[list[KernelCall] | None] = contextvars.Context
 def recording() -> Iterator[list[KernelCall]]:
     """Collect the launches that are traced, without compiling anything; for audits under `jax.eval_shape`.
 
-    Use `jaxattn.kernels.tuning.using` to choose the architecture.
+    Trace a function that nothing else jits: what is traced here computes nothing. Use `jaxattn.kernels.tuning.using` to choose the architecture.
     """
     calls: list[KernelCall] = []
     token = _recorded.set(calls)

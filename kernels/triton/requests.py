@@ -53,9 +53,6 @@ def compile_requests(arch: str) -> list[CompileRequest]:
 
 
 def _attention_requests() -> Iterator[CompileRequest]:
-    from jaxattn.kernels.triton.attention import run
-    from jaxattn.kernels.triton.launch import recording
-
     table = tuning.tuning()
     seen = set()
     for kind in tuning.KINDS:
@@ -63,19 +60,40 @@ def _attention_requests() -> Iterator[CompileRequest]:
             for dtype in _KV_DTYPES[choice.kv_bytes]:
                 if dtype.startswith("float8") and dtype not in table.native_formats:
                     continue
-                with recording() as calls:
-                    # A function of its own, because JAX remembers what it has traced.
-                    index64(jax.eval_shape)(lambda problem: run(problem), _problem(kind, choice, dtype))
-                for call in calls:
-                    name = call.kernel.__name__.removesuffix("_kernel")
-                    constants = dict(call.constants).get("C")
-                    if name == "attention":
-                        name = f"{kind} D{choice.head_dim} {dtype} {constants.block_rows}x{constants.tile}"
-                    elif name == "reduce":
-                        name = f"reduce D{choice.head_dim}{' chunks' if constants.chunk else ''}"
-                    if name not in seen:
-                        seen.add(name)
-                        yield request_of(call, name)
+                for request in _requests_for(kind, choice, dtype):
+                    if request.name not in seen:
+                        seen.add(request.name)
+                        yield request
+
+
+def _requests_for(kind: str, choice: tuning.TileChoice, kv_dtype: str) -> Iterator[CompileRequest]:
+    """Trace the problem that an entry serves, and name its launches."""
+    from jaxattn.kernels.triton.attention import run
+    from jaxattn.kernels.triton.launch import recording
+
+    with recording() as calls:
+        # A function of its own, because JAX remembers what it has traced.
+        index64(jax.eval_shape)(lambda problem: run(problem), _problem(kind, choice, kv_dtype))
+    for call in calls:
+        name = call.kernel.__name__.removesuffix("_kernel")
+        constants = dict(call.constants).get("C")
+        if name == "attention":
+            name = f"{kind} D{choice.head_dim} {kv_dtype} {constants.block_rows}x{constants.tile}"
+        elif name == "reduce":
+            name = f"reduce D{choice.head_dim}{' chunks' if constants.chunk else ''}"
+        yield request_of(call, name)
+
+
+def attention_request(arch: str, kind: str, choice: tuning.TileChoice, kv_dtype: str) -> CompileRequest:
+    """Describe the attention kernel as `choice` would compile it, in place of the entries of its table."""
+    device = tuning.Device(architecture=arch, cores=_CORES.get(arch, 100))
+    table = dataclasses.replace(tuning.load(arch), **{kind: (choice,)})
+    with tuning.using(device, table):
+        return next(
+            request
+            for request in _requests_for(kind, choice, kv_dtype)
+            if request.name.startswith(f"{kind} ") and f" {choice.block_rows}x{choice.tile}" in request.name
+        )
 
 
 @index64

@@ -92,6 +92,18 @@ def parse(content: dict[str, Any]) -> Tuning:
     )
 
 
+def dump(table: Tuning) -> str:
+    """Write the content of a file, an entry a line; `parse` reads it back."""
+    lines = []
+    for name, value in dataclasses.asdict(table).items():
+        if name in KINDS:
+            entries = ",\n".join("    " + json.dumps(entry) for entry in value)
+            lines.append(f'  "{name}": [\n{entries}\n  ]')
+        else:
+            lines.append(f'  "{name}": {json.dumps(value)}')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
 @functools.cache
 def load(architecture: str) -> Tuning:
     """Return the choices for an architecture; unknown ones get `default.json`."""
@@ -142,4 +154,4 @@ def current_device() -> Device:
         return Device(architecture="interpreter", cores=4)
     from jaxattn.kernels.triton.compat import device_architecture
 
-    return Device(architecture=device_architecture(found), cores=int(found.core_count))
+    return Device(architecture=device_architecture(found), cores=int(getattr(found, "core_count", 100)))

@@ -1,0 +1,261 @@
+"""Measures tile choices of the Triton attention kernel and writes the best into the tuning table.
+
+    python -m bench.tune --list sm90 [--shape NAME ...] > choices.json    # needs no GPU
+    python -m bench.tune --choices choices.json [--shape NAME ...] [--write FILE]
+
+The first command compiles every plausible candidate, drops those that spill or do not fit, and finds how many
+programs a core holds: the work is cut into as many equal runs as programs run at once, so that number must be
+exact. In the second every candidate is checked against float64, then timed with CUPTI over rotated inputs. `--write` puts the best
+choice of each measured shape into a copy of the architecture's table.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from bench import shapes, timing
+from bench.inputs import make_inputs, sampled_error
+from bench.peers.ours import metadata_of
+from bench.run import TOLERANCE, rate
+from jaxattn import plan
+from jaxattn.checks import attention_problem
+from jaxattn.index64 import index64
+from jaxattn.kernels import tuning
+from jaxattn.kernels.tuning import TileChoice, Tuning
+
+
+def table_of(shape: shapes.Shape) -> tuple[str, int, int]:
+    """The table that serves a shape, the rows of a sequence, and the bytes of a K or V element."""
+    group = shape.num_heads // shape.num_kv_heads
+    kind = "prefill" if shape.kind == "prefill" else "split"
+    return kind, shape.q_len * group, jnp.dtype(shape.kv_dtype).itemsize
+
+
+def shape_key(shape: shapes.Shape) -> str:
+    """What shapes that take the same entry have in common."""
+    kind, rows, kv_bytes = table_of(shape)
+    rows = "long" if kind == "prefill" else next((r for r in (16, 32, 64) if r >= rows), 64)
+    return f"{kind}-D{shape.head_dim}-{rows}-{shape.kv_dtype}"
+
+
+def shared_bytes(choice: TileChoice, dim: int) -> int:
+    """Estimate a program's shared memory: K and V in the pipeline, q, and weights where they pass through it."""
+    # Products of 64 rows and more read shared memory while they run, so they need one buffer more.
+    buffers = choice.stages if choice.block_rows >= 64 and choice.warps >= 4 else max(1, choice.stages - 1)
+    weights = choice.block_rows * choice.tile * 2 if choice.overlapped else 0
+    return 2 * choice.tile * dim * choice.kv_bytes * buffers + choice.block_rows * dim * 2 + weights
+
+
+def candidates(shape: shapes.Shape) -> list[TileChoice]:
+    """Choices that are worth compiling for a shape, with one program a core."""
+    kind, rows, kv_bytes = table_of(shape)
+    held = next((r for r in (16, 32, 64) if r >= rows), 64)
+    block_rows, tiles, warps = (held,), (16, 32, 64, 128), (2, 4, 8)
+    if kind == "prefill":
+        held, block_rows, tiles, warps = 128, (64, 128), (32, 64, 128), (4, 8)
+    grid = itertools.product(block_rows, tiles, warps, (2, 3), (False, True))
+    found = [
+        TileChoice(
+            head_dim=1 << (shape.head_dim - 1).bit_length(),
+            rows=held,
+            kv_bytes=kv_bytes,
+            block_rows=rows,
+            tile=tile,
+            warps=warp,
+            stages=stages,
+            programs_per_core=1,
+            overlapped=overlapped,
+        )
+        for rows, tile, warp, stages, overlapped in grid
+    ]
+    return [choice for choice in found if _is_plausible(choice)]
+
+
+def _is_plausible(choice: TileChoice) -> bool:
+    rows, tile, warps, dim = choice.block_rows, choice.tile, choice.warps, choice.head_dim
+    registers = rows * (dim + tile * (2.5 if choice.overlapped else 1.5)) / (32 * warps) + 64
+    return (
+        shared_bytes(choice, dim) <= 226 * 1024
+        and registers <= 270
+        and 4096 <= tile * dim * choice.kv_bytes
+        and (not choice.overlapped or (rows >= 64 and warps >= 4))
+        and (rows < 64 or warps >= 4)
+        and rows * tile >= 256 * warps
+    )
+
+
+def compiled_candidates(shape: shapes.Shape, architecture: str) -> list[TileChoice]:
+    """The candidates that compile without spills in their loops, with as many programs as a core holds."""
+    from bench.audit.compilation import compile_request
+    from bench.audit.report import audit
+    from jaxattn.kernels.triton.requests import attention_request
+
+    kind, _, _ = table_of(shape)
+    found = []
+    for choice in candidates(shape):
+        report = audit(
+            compile_request(attention_request(architecture, kind, choice, shape.kv_dtype), architecture)
+        )
+        print(
+            f"{brief(choice)}: {report.registers} registers, {report.shared} bytes",
+            report.failures,
+            file=sys.stderr,
+        )
+        programs = math.floor(report.occupancy * 4 / choice.warps)
+        if report.passed and programs:
+            found.append(dataclasses.replace(choice, programs_per_core=programs))
+    return found
+
+
+def with_choice(base: Tuning, kind: str, choice: TileChoice, reduce: dict[str, int] | None = None) -> Tuning:
+    """A table in which every problem of `kind` gets `choice`."""
+    return dataclasses.replace(base, **{kind: (choice,)}, reduce=reduce or base.reduce)
+
+
+def compiled_call(shape: shapes.Shape, inputs, device, table: Tuning):
+    """The jitted calls over all page tables of the inputs, with a plan made once, and their arguments."""
+    from jaxattn.kernels.triton.attention import run
+
+    with tuning.using(device, table):
+        metadata = [metadata_of(inputs, pages) for pages in inputs.page_tables]
+        shared = plan.make_plan(metadata[0], inputs.q, inputs.k_cache)
+        metadata = [dataclasses.replace(m, plan=shared) for m in metadata]
+
+        def calls(q, k_cache, v_cache, metadata):
+            return [
+                run(
+                    attention_problem(
+                        q, k_cache, v_cache, m, k_descale=inputs.k_descale, v_descale=inputs.v_descale
+                    )
+                )[0]
+                for m in metadata
+            ]
+
+        arguments = (inputs.q, inputs.k_cache, inputs.v_cache, metadata)
+        return index64(jax.jit(calls)), arguments
+
+
+def measure_shape(name: str, options, device) -> list[dict]:
+    """Time every candidate of a shape; the best first."""
+    shape = shapes.ALL[name]
+    kind, _, _ = table_of(shape)
+    base = tuning.load(device.architecture)
+    choices = [
+        TileChoice(**entry) for entry in options.choices[shape_key(shape)] if options.only in str(entry)
+    ]
+    inputs = make_inputs(shape)
+    results = []
+    for choice in choices:
+        table = with_choice(base, kind, choice)
+        try:
+            function, arguments = compiled_call(shape, inputs, device, table)
+            with tuning.using(device, table):
+                outputs = function(*arguments)
+                error = sampled_error(inputs, outputs[0], samples=2)
+                if not error < TOLERANCE[shape.kv_dtype]:
+                    results.append({"choice": choice, "failure": f"error {error:.1e}"})
+                    continue
+                measured = timing.device_time(
+                    function, arguments, calls=len(outputs), iterations=options.iterations
+                )
+        except Exception as failure:
+            results.append({"choice": choice, "failure": str(failure).splitlines()[0][:90]})
+            continue
+        results.append({"choice": choice, "microseconds": measured.median, "kernels": measured.kernels})
+    results.sort(key=lambda row: row.get("microseconds", float("inf")))
+    return results
+
+
+def brief(choice: TileChoice) -> str:
+    """A choice in a few characters: rows x tile, warps, stages, programs a core."""
+    mark = "o" if choice.overlapped else ""
+    return f"{choice.block_rows}x{choice.tile} w{choice.warps} s{choice.stages} p{choice.programs_per_core}{mark}"
+
+
+def print_shape(name: str, results: list[dict], ceiling: float, top: int) -> None:
+    """One line a candidate, the best first."""
+    shape = shapes.ALL[name]
+    unit = "TFLOP/s" if shape.kind == "prefill" else "GB/s"
+    for row in results[:top]:
+        if "failure" in row:
+            print(f"{name:28s} {brief(row['choice']):20s} {row['failure']}", flush=True)
+            continue
+        value = rate(shape, row["microseconds"])
+        kernels = " ".join(f"{k.split('(')[0][-18:]} {us:.1f}" for k, us in row["kernels"].items())
+        print(
+            f"{name:28s} {brief(row['choice']):20s} {value:6.0f} {unit} {value / ceiling:5.2f} "
+            f"{row['microseconds']:8.1f} us | {kernels}",
+            flush=True,
+        )
+
+
+def main(argv=None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", nargs="*", choices=list(shapes.ALL), default=None)
+    parser.add_argument("--group", choices=("decode", "fp8", "prefill"), nargs="*", default=None)
+    parser.add_argument(
+        "--list", metavar="ARCH", help="compile candidates for ARCH, print them as JSON and end"
+    )
+    parser.add_argument("--choices", help="the file that --list wrote")
+    parser.add_argument("--only", default="", help="only candidates whose repr contains this text")
+    parser.add_argument("--top", type=int, default=4, help="lines to print for each shape")
+    parser.add_argument("--iterations", type=int, default=7)
+    parser.add_argument("--json", help="write every figure to this file")
+    parser.add_argument("--write", help="write the architecture's table with the best choices to this file")
+    options = parser.parse_args(argv)
+    groups = {"decode": shapes.DECODE, "fp8": shapes.FP8, "prefill": shapes.PREFILL}
+    names = options.shape or [s.name for g in options.group or groups for s in groups[g]]
+    if options.list:
+        by_key = {shape_key(shapes.ALL[name]): shapes.ALL[name] for name in names}
+        listed = {key: compiled_candidates(shape, options.list) for key, shape in by_key.items()}
+        print(json.dumps(listed, default=dataclasses.asdict, indent=1))
+        return 0
+    if not options.choices:
+        parser.error("--choices: expected the file that --list wrote")
+    with open(options.choices) as file:
+        options.choices = json.load(file)
+    if jax.default_backend() != "gpu":
+        print("bench.tune measures device time and needs a GPU; found none", file=sys.stderr)
+        return 2
+    device = tuning.current_device()
+    ceilings = {"decode": timing.read_bandwidth(), "prefill": timing.matmul_rate()}
+    print(
+        f"{device}: read {ceilings['decode']:.0f} GB/s, matmul {ceilings['prefill']:.0f} TFLOP/s", flush=True
+    )
+    everything = {}
+    for name in names:
+        everything[name] = measure_shape(name, options, device)
+        print_shape(name, everything[name], ceilings[shapes.ALL[name].kind], options.top)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(everything, file, indent=1, default=dataclasses.asdict)
+    if options.write:
+        with open(options.write, "w") as file:
+            file.write(tuning.dump(updated(tuning.load(device.architecture), everything)))
+    return 0
+
+
+def updated(table: Tuning, everything: dict[str, list[dict]]) -> Tuning:
+    """The table with the best choice of each measured shape; of shapes that share an entry, the last counts."""
+    for name, results in everything.items():
+        best = results[0]
+        if "failure" in best:
+            continue
+        kind, _, _ = table_of(shapes.ALL[name])
+        choice = best["choice"]
+        place = (choice.head_dim, choice.rows, choice.kv_bytes)
+        entries = [c for c in getattr(table, kind) if (c.head_dim, c.rows, c.kv_bytes) != place]
+        entries = sorted([*entries, choice], key=lambda c: (-c.kv_bytes, c.head_dim, c.rows))
+        table = dataclasses.replace(table, **{kind: tuple(entries)})
+    return table
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

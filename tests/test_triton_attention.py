@@ -1,0 +1,249 @@
+"""The Triton attention kernels where splitting, tiling and launching matter; the feature matrix is in cases.py."""
+
+import dataclasses
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from jaxattn import plan
+from jaxattn.attention import unified_attention
+from jaxattn.checks import attention_problem
+from jaxattn.errors import UnsupportedError
+from jaxattn.index64 import index64
+from jaxattn.kernels import tuning
+from jaxattn.kernels.triton import attention
+from jaxattn.kernels.triton.launch import recording
+from jaxattn.kernels.tuning.launches import attention_launches
+
+interpreted = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="sizes and settings are those of the interpreter"
+)
+
+
+@index64
+def run_with(problem: cases.Problem, *, cores: int | None = None, **choice):
+    """Run the kernels with a number of programs and tile choices forced."""
+    table = tuning.tuning()
+    kinds = {
+        kind: tuple(dataclasses.replace(c, **choice) for c in getattr(table, kind)) for kind in tuning.KINDS
+    }
+    device = tuning.device()
+    device = dataclasses.replace(device, cores=cores or device.cores)
+    arrays = (jnp.asarray(array) for array in (problem.q, problem.k_cache, problem.v_cache))
+    checked = attention_problem(*arrays, problem.metadata, **problem.options)
+    with tuning.using(device, dataclasses.replace(table, **kinds)):
+        return tuple(np.asarray(x) for x in jax.jit(lambda p: attention.run(p))(checked))
+
+
+@interpreted
+@pytest.mark.parametrize("splits", [1, 8, 128])
+def test_p46_any_number_of_splits_gives_the_same_result(splits):
+    case = cases.Case(
+        mode="decode",
+        lengths=((1, 3), (1, 5000)),
+        heads=2,
+        kv_heads=1,
+        width=32,
+        page_size=16,
+        dtype="bfloat16",
+    )
+    problem = cases.build(case)
+    out, lse = run_with(problem, cores=splits, tile=128)
+    assert np.abs(out.astype(np.float64) - problem.out)[:2].max() < 4e-3 * np.abs(problem.out).max()
+    assert np.abs(lse - problem.lse)[:2].max() < 1e-5
+
+
+@interpreted
+def test_p46_more_programs_than_tiles_leave_no_empty_split():
+    problem = cases.build(cases.Case(mode="decode", lengths=((1, 3),), heads=2, kv_heads=1, padding_rows=0))
+    few, many = run_with(problem, cores=1), run_with(problem, cores=16)
+    assert np.array_equal(few[0], many[0])
+    assert np.array_equal(few[1], many[1])
+
+
+@interpreted
+def test_p45_the_sink_joins_the_denominator_once_however_the_window_is_cut():
+    keys, window = 512, 16
+    lengths = ((1, keys),)
+    metadata = cases.make_metadata(np.arange(32).reshape(1, 32), lengths, page_size=16, mode="decode")
+    v = np.zeros((32, 16, 1, 16), np.float32)
+    v[-1, :, 0] = np.eye(16)
+    problem = cases.Problem(
+        q=np.zeros((1, 2, 16), np.float32),
+        k_cache=np.ones((32, 16, 1, 16), np.float32),
+        v_cache=v,
+        metadata=metadata,
+        options={"sliding_window": window, "sinks": np.ones(2, np.float32)},
+        out=np.zeros(0),
+        lse=np.zeros(0),
+    )
+    for cores in (1, 4):
+        out, lse = run_with(problem, cores=cores, tile=16)
+        np.testing.assert_allclose(out[0], 0.0534237, rtol=1e-5)
+        np.testing.assert_allclose(lse[0], 2.9295007, rtol=1e-6)
+    options = {"sinks": np.ones(2, np.float32)}
+    out, lse = run_with(dataclasses.replace(problem, options=options), cores=7, tile=16)
+    np.testing.assert_allclose(out[0], 1 / (keys + np.e), rtol=1e-5)
+    np.testing.assert_allclose(lse[0], np.log(keys + np.e), rtol=1e-6)
+
+
+@pytest.mark.parametrize("page", [-1, 10**6, 2**40])
+def test_p14_an_unknown_page_among_tiles_without_masks_is_masked_out(page):
+    case = cases.Case(lengths=((40, 150),), heads=4, kv_heads=1, width=16, page_size=4, padding_rows=0)
+    problem = cases.build(case)
+    # One page more at the front, full of NaN: what an unmasked read of an unknown page would find.
+    k_cache, v_cache = (
+        np.concatenate([np.full_like(cache[:1], np.nan), cache])
+        for cache in (problem.k_cache, problem.v_cache)
+    )
+    table = np.asarray(problem.metadata.page_table) + 1
+    table[0, 9] = page
+    metadata = cases.make_metadata(table, case.lengths, page_size=4)
+    problem = dataclasses.replace(problem, k_cache=k_cache, v_cache=v_cache, metadata=metadata)
+    out, lse = cases.run(problem, "triton")
+    expected, expected_lse = cases.oracle_of(problem.q, k_cache, v_cache, metadata, {})
+    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(lse, expected_lse, rtol=2e-6)
+
+
+def batch_invariant_rows(lengths, sequence_data, options):
+    """Run sequences with `batch_invariant=True` and return their rows; pages are laid out afresh."""
+    page_size, kv_heads, width = 4, 1, 16
+    columns = max(-(-used // page_size) for _, used in lengths) + 1
+    pages = sum(-(-used // page_size) for _, used in lengths)
+    k_cache = np.full((pages, page_size, kv_heads, width), np.nan, np.float32)
+    v_cache, table, q = k_cache.copy(), np.full((len(lengths), columns), -1), []
+    ids = iter(np.random.default_rng(7).permutation(pages))
+    for row, ((q_len, used), (queries, keys, values)) in enumerate(zip(lengths, sequence_data, strict=True)):
+        for logical in range(-(-used // page_size)):
+            table[row, logical] = page = next(ids)
+            rows = slice(logical * page_size, min(used, (logical + 1) * page_size))
+            k_cache[page, : rows.stop - rows.start, 0] = keys[rows]
+            v_cache[page, : rows.stop - rows.start, 0] = values[rows]
+        q.append(queries[used - q_len : used])
+    metadata = cases.make_metadata(table, lengths, page_size=page_size)
+    out, lse = unified_attention(
+        jnp.asarray(np.concatenate(q)),
+        jnp.asarray(k_cache),
+        jnp.asarray(v_cache),
+        metadata,
+        batch_invariant=True,
+        return_lse=True,
+        implementation="triton",
+        **options,
+    )
+    return np.asarray(out), np.asarray(lse)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 50, "sinks": np.ones(2, np.float32)}], ids=["plain", "window"]
+)
+def test_batch_invariant_rows_have_the_same_bits_alone_in_a_batch_in_decode_and_in_verify(options):
+    rng = np.random.default_rng(0)
+
+    def sequence(length):
+        return (
+            rng.normal(size=(length, 2, 16)).astype(np.float32),
+            rng.normal(size=(length, 16)).astype(np.float32),
+            rng.normal(size=(length, 16)).astype(np.float32),
+        )
+
+    data, others = sequence(131), [sequence(n) for n in (3, 260, 64)]
+    verify = batch_invariant_rows([(4, 131)], [data], options)
+    batch = batch_invariant_rows(
+        [(1, 3), (4, 131), (2, 260), (1, 64)], [others[0], data, *others[1:]], options
+    )
+    for a, b in zip(verify, batch, strict=True):
+        assert np.array_equal(a, b[1:5])
+    for row in range(4):
+        decode = batch_invariant_rows([(1, 128 + row)], [data], options)
+        for a, b in zip(decode, verify, strict=True):
+            assert np.array_equal(a[0], b[row])
+
+
+def test_a_batch_of_long_and_short_sequences_schedules_each_once():
+    problem = cases.build(cases.Case(lengths=((1, 2), (70, 75), (2, 2), (66, 66)), heads=2, kv_heads=1))
+    with jax.enable_x64(True):
+        checked = attention_problem(problem.q, problem.k_cache, problem.v_cache, problem.metadata)
+        specs = [launch.spec for launch in attention_launches(checked, tuning.device())]
+    assert len(specs) == 2
+    assert specs[0].min_q_len == 1
+    assert specs[0].max_q_len + 1 == specs[1].min_q_len
+    assert specs[0].blocks_in_sequence == 1
+
+
+@index64
+def launches_of(problem: cases.Problem):
+    checked = attention_problem(
+        problem.q, problem.k_cache, problem.v_cache, problem.metadata, **problem.options
+    )
+    with recording() as calls:
+        jax.eval_shape(lambda p: attention.run(p), checked)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["decode-plain", "extend-everything"])
+def test_a_plan_made_once_gives_the_same_bits(name):
+    problem = cases.build(cases.CASES[name])
+    made = plan.make_plan(
+        problem.metadata,
+        problem.q,
+        problem.k_cache,
+        sliding_windows=(problem.options.get("sliding_window"),),
+    )
+    planned = dataclasses.replace(problem, metadata=dataclasses.replace(problem.metadata, plan=made))
+    assert "schedule_kernel" not in {call.kernel.__name__ for call in launches_of(planned)}
+    for a, b in zip(cases.run(problem, "triton"), cases.run(planned, "triton"), strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_p34_launches_use_one_axis_whatever_the_batch():
+    problem = cases.build(
+        cases.Case(mode="decode", lengths=((1, 1),) * 70, heads=1, kv_heads=1, padding_rows=0)
+    )
+    out, _ = cases.run(problem, "triton")
+    np.testing.assert_allclose(np.asarray(out), problem.out, rtol=1e-6)
+    calls = launches_of(problem)
+    assert {call.kernel.__name__ for call in calls} >= {"attention_kernel", "reduce_kernel"}
+    assert all(isinstance(call.grid, int) for call in calls)
+
+
+def test_vmap_equals_a_loop_and_grad_is_refused():
+    problem = cases.build(cases.Case(mode="decode", lengths=((1, 9), (1, 4)), padding_rows=0))
+    queries = jnp.stack([jnp.asarray(problem.q), 2 * jnp.asarray(problem.q)])
+
+    def attend(q):
+        return unified_attention(
+            q,
+            jnp.asarray(problem.k_cache),
+            jnp.asarray(problem.v_cache),
+            problem.metadata,
+            implementation="triton",
+        )
+
+    mapped = jax.vmap(attend)(queries)
+    for index in range(2):
+        assert np.array_equal(mapped[index], attend(queries[index]))
+    with pytest.raises(UnsupportedError, match="implementation='reference'"):
+        jax.grad(lambda q: attend(q).sum())(queries[0])
+
+
+def test_p60_shard_map_over_kv_heads_equals_the_whole():
+    problem = cases.build(cases.Case(mode="decode", lengths=((1, 9), (1, 40)), padding_rows=0))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("heads",))
+    spec = jax.sharding.PartitionSpec
+
+    def attend(q, k_cache, v_cache):
+        return unified_attention(q, k_cache, v_cache, problem.metadata, implementation="triton")
+
+    arrays = tuple(jnp.asarray(array) for array in (problem.q, problem.k_cache, problem.v_cache))
+    heads, cache = spec(None, "heads"), spec(None, None, "heads")
+    sharded = jax.shard_map(
+        attend, mesh=mesh, in_specs=(heads, cache, cache), out_specs=heads, check_vma=False
+    )
+    assert np.array_equal(jax.jit(sharded)(*arrays), attend(*arrays))
