@@ -54,7 +54,11 @@ class Case:
     output_scale: float | None = None
     # Words of the tree mask, None for no tree.
     tree: int | None = None
+    # The tree of every sequence; random ones by default.
+    parents: tuple[int, ...] | None = None
     padding_rows: int = 3
+    # q = 0, V = one-hot of the key's index: an output row is then its visible set, each key with weight 1 / n.
+    probe: bool = False
     seed: int = 0
 
 
@@ -189,11 +193,15 @@ def make_metadata(
     )
 
 
-def random_tree(rng, q_len: int, words: int) -> np.ndarray:
-    """Draw a tree with some branching; row i holds the bits of i and its ancestors."""
-    bits = np.zeros((q_len, words), np.uint64)
-    for node in range(q_len):
-        parent = int(rng.integers(max(0, node - 3), node)) if node else -1
+def random_parents(rng, q_len: int) -> tuple[int, ...]:
+    """Draw a tree with some branching: each parent is one of the three nodes before."""
+    return tuple(int(rng.integers(max(0, node - 3), node)) if node else -1 for node in range(q_len))
+
+
+def bits_of(parents: tuple[int, ...], words: int) -> np.ndarray:
+    """Compute the ancestor bits of one tree, node by node."""
+    bits = np.zeros((len(parents), words), np.uint64)
+    for node, parent in enumerate(parents):
         if parent >= 0:
             bits[node] = bits[parent]
         bits[node, node // 64] |= np.uint64(1 << node % 64)
@@ -225,20 +233,21 @@ def _first_visible(q_len, seqused_k, window, bits) -> int:
 def build(case: Case) -> Problem:
     rng = np.random.default_rng(case.seed)
     lengths = case.lengths if case.lengths is not None else MODES[case.mode]
-    v_width = case.v_width or case.width
+    longest = max(seqused_k for _, seqused_k in lengths)
+    v_width = max(longest, 1) if case.probe else case.v_width or case.width
     kv_dtype = case.kv_dtype or case.dtype
     page_size = case.page_size
     live_rows = sum(q_len for q_len, _ in lengths)
     tokens = live_rows + case.padding_rows
 
     q = _dead((tokens, case.heads, case.width), case.dtype)
-    q[:live_rows] = _stored(rng, q[:live_rows].shape, case.dtype)
+    q[:live_rows] = 0 if case.probe else _stored(rng, q[:live_rows].shape, case.dtype)
     ancestors = None
     if case.tree is not None:
         ancestors = np.full((tokens, case.tree), 2**64 - 1, np.uint64)
         row = 0
         for q_len, _ in lengths:
-            ancestors[row : row + q_len] = random_tree(rng, q_len, case.tree)
+            ancestors[row : row + q_len] = bits_of(case.parents or random_parents(rng, q_len), case.tree)
             row += q_len
 
     used = [-(-seqused_k // page_size) for _, seqused_k in lengths]
@@ -259,6 +268,9 @@ def build(case: Case) -> Problem:
             end = min(seqused_k - logical * page_size, page_size)
             for cache in (k_cache, v_cache):
                 cache[page, begin:end] = _stored(rng, cache[page, begin:end].shape, kv_dtype)
+            if case.probe:
+                keys = np.arange(logical * page_size + begin, logical * page_size + end)
+                v_cache[page, begin:end] = (keys[:, None] == np.arange(v_width))[:, None]
 
     options = dict(case.options)
     if case.sinks:
@@ -317,6 +329,19 @@ def _plain_attention(q, k, v, seen, distance, scale, softcap, slopes, sinks, v_s
     total = np.where(seen.any(axis=2)[:, None, :, None], total, np.float32(1))
     weights = (weights / total).astype(q.dtype).astype(np.float32)
     return (weights @ v_heads * v_scale).swapaxes(1, 2), (largest + np.log(total))[..., 0].swapaxes(1, 2)
+
+
+def visible_sets(case: Case, implementation: str) -> list[set[int]]:
+    """Read from a probe which keys each row sees; its weights must be equal and its lse the log of their number."""
+    problem = build(dataclasses.replace(case, probe=True))
+    out, lse = run(problem, implementation)
+    sets = []
+    for row, row_lse in zip(np.asarray(out)[:, 0], np.asarray(lse)[:, 0], strict=True):
+        seen = np.flatnonzero(row)
+        np.testing.assert_allclose(row[seen], 1 / max(len(seen), 1), rtol=1e-6)
+        np.testing.assert_allclose(row_lse, np.log(len(seen)) if len(seen) else -np.inf, rtol=1e-6)
+        sets.append(set(seen.tolist()))
+    return sets
 
 
 def plain_attention(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
