@@ -19,7 +19,7 @@ from bench.audit.addresses import Finding, find_narrow, index_arrays
 from bench.audit.compilation import compile_request, find_target
 from bench.audit.machine import Machine, located_lines, moves_in_tile_loops
 from bench.audit.mlir import read_module
-from bench.audit.mlir_text import UnreadableIR
+from bench.audit.mlir_text import UnreadableIR, result_types
 from bench.audit.report import audit, judge_spills
 
 AMD = ("gfx942", "gfx950")
@@ -324,6 +324,25 @@ def test_what_local_memory_holds_comes_from_its_copy_and_not_from_one_awaited_wi
     module = read_module(COPIES)
     assert find_narrow(module, {"page_table"}) == []
     assert find_narrow(module, {"depths"}) == [Finding("depths", "", ("32-bit arith.addi",))]
+
+
+@pytest.mark.parametrize(
+    ("code", "count", "types"),
+    [
+        ("tt.split %a : tensor<4x2xi32> -> tensor<4xi32>", 2, ["tensor<4xi32>"] * 2),
+        ("arith.cmpi slt, %a, %b : tensor<4xi64, #blocked>", 1, ["tensor<4xi1, #blocked>"]),
+        ("tt.load %p, %mask : tensor<4x!tt.ptr<i64>, #blocked>", 1, ["tensor<4xi64, #blocked>"]),
+        ("tt.addptr %p, %a : !tt.ptr<bf16>, i32", 1, ["!tt.ptr<bf16>"]),
+        ("arith.select %c, %a, %b : tensor<4xi1>, tensor<4xi64>", 1, ["tensor<4xi64>"]),
+        ("arith.addui_extended %a, %b : i64, i1", 2, ["i64", "i1"]),
+        ("arith.trunci %a : i64 to i32", 1, ["i32"]),
+        ("tt.make_range {end = 4 : i32, start = 0 : i32} : tensor<4xi32>", 1, ["tensor<4xi32>"]),
+        ("arith.constant true", 1, ["i1"]),
+        ("ttg.async_commit_group tokens %t", 1, [""]),
+    ],
+)
+def test_types_of_results(code, count, types):
+    assert result_types(code.split()[0], code, count) == types
 
 
 def test_an_operation_with_unknown_regions_is_refused():

@@ -195,6 +195,8 @@ class _Reader:
     def record(
         self, name: str, names: list[str], types: list[str], code: str, operands: list[str], location: str
     ) -> Operation:
+        if len(names) != len(types):
+            raise UnreadableIR(f"{len(types)} types for {len(names)} results: {code}")
         results = tuple(self.define(*pair) for pair in zip(names, types, strict=True))
         operation = Operation(name, code, results, tuple(operands), location)
         self.module.operations.append(operation)

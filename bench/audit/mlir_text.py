@@ -72,7 +72,8 @@ def result_types(name: str, code: str, count: int) -> list[str]:
         return [signature.replace(element_type(signature), "i1", 1)]
     for arrow in ("->", " to "):
         if len(parts := split_outermost(signature, arrow)) > 1:
-            return type_list(parts[-1])
+            types = type_list(parts[-1])
+            return types * count if len(types) == 1 else types
     types = type_list(signature)
     if name == "tt.load":
         pointer = element_type(types[0])

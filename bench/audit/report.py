@@ -93,7 +93,7 @@ def audit_request(request, arch: str) -> Report:
     """Compile a `CompileRequest` and audit it; a kernel that does not compile gets a report that says so."""
     target = find_target(arch)
     try:
-        return audit(compile_request(request, arch))
+        compiled = compile_request(request, arch)
     except Exception as error:  # the compiler's failures have many types, and each is a finding
         reason = str(error).strip().splitlines() or [""]
         return Report(
@@ -111,6 +111,7 @@ def audit_request(request, arch: str) -> Report:
             failures=(f"does not compile: {type(error).__name__}: {reason[0]}",),
             notes=(),
         )
+    return audit(compiled)
 
 
 def judge_spills(machine: Machine) -> tuple[list[str], list[str]]:
