@@ -89,9 +89,12 @@ def _attend(problem: AttentionProblem, step: Launch, schedule: Schedule, earlier
     )
     if constants.uncut:
         return tuple(result)
-    reduce = tuning.tuning().reduce
-    units = constants.num_blocks * constants.num_kv_heads if constants.chunk else constants.programs - 1
-    if units == 0:
+    units = constants.num_blocks * constants.num_kv_heads
+    # Fixed cuts are merged in one way only, so that the bits of a row depend on nothing else.
+    pieces = None if constants.chunk else cdiv(constants.programs, units)
+    reduce = tuning.tuning().choose_reduce(pieces)
+    places = units if constants.chunk else constants.programs - 1
+    if places == 0:
         return tuple(result)
     inputs = (
         problem.cu_seqlens_q,
@@ -113,11 +116,12 @@ def _attend(problem: AttentionProblem, step: Launch, schedule: Schedule, earlier
             reduce_kernel,
             inputs,
             (out, lse),
-            grid=units * constants.stored_rows,
-            num_warps=reduce["warps"],
+            grid=places * cdiv(constants.stored_rows, reduce.rows),
+            num_warps=reduce.warps,
             aliases={len(inputs) - 2: 0, len(inputs) - 1: 1},
             C=constants,
-            PARTIALS=reduce["partials"],
+            PARTIALS=reduce.partials,
+            ROWS=reduce.rows,
         )
     )
 
@@ -153,6 +157,7 @@ def attention_constants(problem: AttentionProblem, step: Launch, *, fill: bool) 
         chunk=spec.chunk,
         uncut=spec.chunk == UNCUT,
         stages=choice.stages,
+        bare_tiles=step.choice.bare,
         overlapped=step.choice.overlapped,
         paired_values=problem.v_cache.dtype.itemsize == 1
         and value_dim % 2 == 0

@@ -90,6 +90,9 @@ def attention_kernel(
 ):
     """Compute the output rows of whole (block, head) units and partial results of the others."""
     program = tl.program_id(0).to(tl.int64)
+    if C.uncut:
+        # Blocks at the end of a sequence see the most keys, so they begin first.
+        program = C.programs - 1 - program
     if C.fill:
         fill_unowned_rows(cu_seqlens_q_ptr, out_ptr, lse_ptr, program, C)
     work = tl.load(tile_start_ptr + C.num_blocks)
@@ -164,22 +167,33 @@ def attention_kernel(
             stored_pointer(v_ptr, C.v_format) + kv_head * C.value_dim,
         )
         fresh = fresh_state(C)
-        if C.overlapped:
+        if C.bare_tiles:
             bare_first, bare_last = bare_range(context, start, stop, first_token, last_token, C)
             bare_first = tl.minimum(tl.maximum(bare_first, first), last)
             bare = tl.maximum(tl.minimum(bare_last, last) - bare_first, 0)
             acc, peak, total = fresh
             walking = True
             while walking:
-                state = walk(fresh, q, scale, rows, span, tree, pointers, first, last, bare_first, bare, C)
-                acc, peak, total, unknown = walk_overlapped(
-                    state, q, scale, rows, span, tree, pointers, bare_first, bare_first + bare, C
+                acc, peak, total, _ = walk(
+                    fresh, q, scale, rows, span, tree, pointers, first, last, bare_first, bare, C, True
                 )
+                state = (acc, peak, total)
+                bare_end = bare_first + bare
+                if C.overlapped:
+                    acc, peak, total, unknown = walk_overlapped(
+                        state, q, scale, rows, span, tree, pointers, bare_first, bare_end, C
+                    )
+                else:
+                    acc, peak, total, unknown = walk(
+                        state, q, scale, rows, span, tree, pointers, bare_first, bare_end, bare_end, 0, C, False
+                    )
                 # A page id outside the pool is rare: only where one was met are all tiles masked.
                 walking = (unknown > 0) & (bare > 0)
                 bare = 0
         else:
-            acc, peak, total = walk(fresh, q, scale, rows, span, tree, pointers, first, last, last, 0, C)
+            acc, peak, total, _ = walk(
+                fresh, q, scale, rows, span, tree, pointers, first, last, last, 0, C, True
+            )
 
         if C.uncut or ((C.chunk == 0) and (done - begun == tiles)):
             store_rows(

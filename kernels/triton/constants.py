@@ -30,6 +30,8 @@ class AttentionConstants:
     # Every unit lies within one run, so there are no partial results.
     uncut: bool
     stages: int
+    # Long runs of tiles without any mask are expected, and worth a loop of their own.
+    bare_tiles: bool
     # Overlap the products of one tile with the softmax of another.
     overlapped: bool
     # Load two neighbouring columns of an 8-bit V as one element: 16-bit ones can be transposed by hardware.

@@ -1,4 +1,4 @@
-"""Merge of partial softmax states, one output row a program, a tile of partials at a time."""
+"""Merge of partial softmax states: a few output rows a program, a tile of partials at a time."""
 
 import triton
 import triton.language as tl
@@ -27,6 +27,7 @@ def reduce_kernel(
     lse_ptr,
     C: tl.constexpr,
     PARTIALS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """Merge the partial results of each (block, head) unit that `attention_kernel` cut, in the order of keys.
 
@@ -36,20 +37,21 @@ def reduce_kernel(
     program = tl.program_id(0).to(tl.int64)
     work = tl.load(tile_start_ptr + C.num_blocks)
     active = tl.minimum(work, C.programs)
-    block_row = program % C.stored_rows
+    parts: tl.constexpr = (C.stored_rows + ROWS - 1) // ROWS
+    block_row = program % parts * ROWS + tl.arange(0, ROWS)  # [ROWS]
     block = program * 0
     kv_head = program * 0
     first_slot = program * 0
     count = program * 0
     if C.chunk > 0:
-        unit = program // C.stored_rows
+        unit = program // parts
         kv_head = unit % C.num_kv_heads
         block = unit // C.num_kv_heads
         block_start = tl.load(tile_start_ptr + block)
         count = (tl.load(tile_start_ptr + block + 1) - block_start) // C.num_kv_heads
         first_slot = block_start + kv_head * count
     else:
-        cut = program // C.stored_rows + 1
+        cut = program // parts + 1
         if cut < active:
             position = cut * work // active
             before = (cut - 1) * work // active
@@ -68,19 +70,21 @@ def reduce_kernel(
         sequence = tl.load(block_sequence_ptr + block)
         q_start = tl.load(cu_seqlens_q_ptr + sequence)
         q_len = tl.load(cu_seqlens_q_ptr + sequence + 1) - q_start
-        packed = tl.load(block_index_ptr + block) * C.block_rows + block_row
+        first_packed = tl.load(block_index_ptr + block) * C.block_rows
+        packed = first_packed + block_row  # [ROWS]
         token = packed // C.group
-        if token < q_len:
+        live = (block_row < C.stored_rows) & (token < q_len)
+        if tl.max(live.to(tl.int32), 0) > 0:
             column = tl.arange(0, C.padded_value_dim)
-            acc = tl.full([C.padded_value_dim], 0.0, tl.float32)
-            peak = tl.max(tl.full([PARTIALS], float("-inf"), tl.float32), 0)
-            total = tl.sum(tl.full([PARTIALS], 0.0, tl.float32), 0)
+            acc = tl.full([ROWS, C.padded_value_dim], 0.0, tl.float32)
+            peak = tl.full([ROWS], float("-inf"), tl.float32)
+            total = tl.full([ROWS], 0.0, tl.float32)
             # Partials are summed in groups that begin at fixed positions where the cuts do, so that a row's sum
             # does not depend on the rows beside it.
             skipped = count * 0
             if (C.chunk > 0) and (C.window > 0):
                 used = tl.load(seqused_k_ptr + sequence)
-                first_token = (packed - block_row) // C.group
+                first_token = first_packed // C.group
                 start, _ = key_range(used - q_len, tl.minimum(used, C.capacity), first_token, first_token, C)
                 skipped = start // C.chunk % PARTIALS
             for first in range(-skipped, count, PARTIALS):
@@ -89,25 +93,23 @@ def reduce_kernel(
                 if C.chunk == 0:
                     # The run in which the unit begins stores it second, the later ones store it first.
                     slot += index + (index == 0).to(tl.int64)
-                stored = (index >= 0) & (index < count)
-                at = slot * C.stored_rows + block_row
+                stored = ((index >= 0) & (index < count))[:, None] & live[None, :]  # [PARTIALS, ROWS]
+                at = slot[:, None] * C.stored_rows + block_row[None, :]
                 peaks = tl.load(partial_peak_ptr + at, mask=stored, other=float("-inf"))
                 totals = tl.load(partial_total_ptr + at, mask=stored, other=0.0)
                 accs = tl.load(
-                    partial_acc_ptr + at[:, None] * C.value_dim + column[None, :],
-                    mask=stored[:, None] & (column < C.value_dim)[None, :],
+                    partial_acc_ptr + at[:, :, None] * C.value_dim + column[None, None, :],
+                    mask=stored[:, :, None] & (column < C.value_dim)[None, None, :],
                     other=0.0,
-                )  # [PARTIALS, DV]
+                )  # [PARTIALS, ROWS, DV]
                 new_peak = tl.maximum(peak, tl.max(peaks, 0))
                 base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-                weight = tl.exp2(peaks - base)
+                weight = tl.exp2(peaks - base[None, :])
                 decay = tl.exp2(peak - base)
-                acc = acc * decay + tl.sum(accs * weight[:, None], 0)
+                acc = acc * decay[:, None] + tl.sum(accs * weight[:, :, None], 0)
                 total = total * decay + tl.sum(totals * weight, 0)
                 peak = new_peak
-            one = tl.full([1], 1, tl.int64)
             store_rows(
-                acc[None, :], peak + tl.full([1], 0.0, tl.float32), total + tl.full([1], 0.0, tl.float32),
-                one * (q_start + token), one * (kv_head * C.group + packed % C.group), one > 0, kv_head,
+                acc, peak, total, q_start + token, kv_head * C.group + packed % C.group, live, kv_head,
                 (sinks_ptr, v_descale_ptr, output_scale_ptr), (out_ptr, lse_ptr), C,
             )  # fmt: skip

@@ -22,8 +22,14 @@ def fresh_state(C: tl.constexpr):
 
 
 @triton.jit
-def walk(state, q, scale, rows, span, tree, pointers, first, last, gap_at, gap, C: tl.constexpr):
-    """Fold tiles [first, last) into a softmax state, jumping over `gap` tiles at `gap_at`."""
+def walk(
+    state, q, scale, rows, span, tree, pointers, first, last, gap_at, gap, C: tl.constexpr, MASKED: tl.constexpr
+):
+    """Fold tiles [first, last) into a softmax state, jumping over `gap` tiles at `gap_at`.
+
+    Without MASKED every row must see every key of the tiles. A page id outside the pool cannot be masked out then:
+    page 0 is read in its place, and the fourth result is positive.
+    """
     acc, peak, total = state
     start, stop, context = span
     table_ptr, k_ptr, v_ptr = pointers
@@ -39,6 +45,7 @@ def walk(state, q, scale, rows, span, tree, pointers, first, last, gap_at, gap, 
         v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
         acc, acc_odd = unzipped(acc, C)
 
+    unknown = tl.full([C.pages_in_tile], 0, tl.int32)
     page = page_ids(table_ptr, tl.where(first >= gap_at, first + gap, first), start, stop, C)
     for index in tl.range(first, last - gap, num_stages=C.stages):
         tile = tl.where(index >= gap_at, index + gap, index)
@@ -46,6 +53,8 @@ def walk(state, q, scale, rows, span, tree, pointers, first, last, gap_at, gap, 
         key = tile * C.tile + tl.arange(0, C.tile)  # [TILE]
         row = pool_rows(page, tile, C)
         known = per_key(is_known(page, C), C)
+        if not MASKED:
+            unknown = unknown | (is_known(page, C) == 0).to(tl.int32)
         # The ids of the next tile, so that its K and V can be fetched ahead without waiting for them.
         page = page_ids(table_ptr, next_tile, start, stop, C)
 
@@ -59,7 +68,8 @@ def walk(state, q, scale, rows, span, tree, pointers, first, last, gap_at, gap, 
         key_position = key_positions(key, context, tree, C)
         if C.modified:
             score = modified(score * scale[:, None], rows, key_position, C)
-        score = masked(score, rows, key, key_position, known, context, tree, C)
+        if MASKED:
+            score = masked(score, rows, key, key_position, known, context, tree, C)
         weight, peak, decay = weights(score, peak, unit, True, C)
         total = total * decay + tl.sum(weight, 1)
         acc = acc * decay[:, None]
@@ -70,18 +80,30 @@ def walk(state, q, scale, rows, span, tree, pointers, first, last, gap_at, gap, 
             live = live & (key >= start)
         if C.paired_values:
             v_at = v_ptr + (row * (C.num_kv_heads * C.value_dim // 2))[:, None] + value_column[None, :]
-            pair = tl.load(v_at, mask=live[:, None] & (value_column < C.value_dim // 2)[None, :], other=0)
+            pair = load_values(v_at, live, value_column < C.value_dim // 2, C, MASKED)
             even, odd = decode_pair(pair, C.v_format, C.v_dtype, C.compute)  # [TILE, DV / 2]
             acc = tl.dot(weight.to(C.compute), even, acc, input_precision=C.precision)
             acc_odd = tl.dot(weight.to(C.compute), odd, acc_odd * decay[:, None], input_precision=C.precision)
         else:
             v_at = v_ptr + (row * (C.num_kv_heads * C.value_dim))[:, None] + value_column[None, :]
-            v = tl.load(v_at, mask=live[:, None] & (value_column < C.value_dim)[None, :], other=0.0)
+            v = load_values(v_at, live, value_column < C.value_dim, C, MASKED)
             v = decode(v, C.v_format, C.compute)  # [TILE, DV]
             acc = tl.dot(weight.to(C.compute), v, acc, input_precision=C.precision)
     if C.paired_values:
         acc = tl.interleave(acc, acc_odd)
-    return acc, peak, total
+    return acc, peak, total, tl.max(unknown, 0)
+
+
+@triton.jit
+def load_values(at, live, inside, C: tl.constexpr, MASKED: tl.constexpr):
+    """Load a V tile; rows that are not live are 0 where MASKED."""
+    if MASKED:
+        v = tl.load(at, mask=live[:, None] & inside[None, :], other=0)
+    elif C.padded_value_dim == C.value_dim:
+        v = tl.load(at)
+    else:
+        v = tl.load(at, mask=inside[None, :], other=0)
+    return v
 
 
 @triton.jit

@@ -1,0 +1,153 @@
+"""Page tables in one launch, equal to `jaxattn.page_table.build_page_table` bit for bit."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Int64, Integer
+
+from jaxattn.index64 import cdiv
+from jaxattn.kernels.triton.launch import launch
+from jaxattn.slot_rows import RaggedRows, SlotRows
+
+_COLUMNS = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableConstants:
+    """Static facts of one launch."""
+
+    num_sequences: int
+    max_pages: int
+    page_size: int
+    ragged: bool
+    # Rows and columns of the pool, or 1 and the length of the list of slots.
+    slot_rows: int
+    slot_columns: int
+    # Length of `full_to_swa`, 0 without a window table.
+    full_slots: int
+    columns: int
+
+
+def build_page_tables(
+    rows: SlotRows,
+    lengths: Int64[Array, "S"],
+    page_size: int,
+    max_pages: int,
+    full_to_swa: Integer[Array, "full_slots"] | None = None,
+) -> tuple[Int64[Array, "S M"], Int64[Array, "S M"] | None]:
+    """Build the table of checked `rows` for their first `lengths` positions, and the one of the window pool.
+
+    Call it inside an `index64` scope. Entries are those that the module `jaxattn.page_table` describes.
+
+    Args:
+        rows: slots of each sequence.
+        lengths: `[S]`, positions that the table covers.
+        page_size: tokens in a page.
+        max_pages: columns M of the tables.
+        full_to_swa: window-pool slot of each full-pool slot; None builds no window table.
+    """
+    num_sequences = rows.num_seqs
+    ragged = isinstance(rows, RaggedRows)
+    slots, starts = (
+        (rows.kv_indices, rows.kv_indptr) if ragged else (rows.req_to_token, rows.req_pool_indices)
+    )
+    shape = jax.ShapeDtypeStruct((num_sequences, max_pages), jnp.int64)
+    window = full_to_swa is not None
+    if 0 in shape.shape or slots.size == 0 or (window and full_to_swa.size == 0):
+        from jaxattn.page_table import build_page_table
+        from jaxattn.window_pool import WindowRows
+
+        table = build_page_table(rows, lengths, page_size, max_pages)
+        if not window:
+            return table, None
+        return table, build_page_table(WindowRows(rows, full_to_swa), lengths, page_size, max_pages)
+    constants = TableConstants(
+        num_sequences=num_sequences,
+        max_pages=max_pages,
+        page_size=page_size,
+        ragged=ragged,
+        slot_rows=1 if ragged else slots.shape[0],
+        slot_columns=slots.shape[-1],
+        full_slots=full_to_swa.shape[0] if window else 0,
+        columns=min(_COLUMNS, max(16, triton.next_power_of_2(max_pages))),
+    )
+    tables = launch(
+        page_table_kernel,
+        (lengths, slots, starts, full_to_swa),
+        (shape, shape if window else jax.ShapeDtypeStruct((1,), jnp.int64)),
+        grid=num_sequences * cdiv(max_pages, constants.columns),
+        num_warps=4,
+        C=constants,
+    )
+    return tables[0], tables[1] if window else None
+
+
+@triton.jit
+def _listed_slots(slots_ptr, start, row, listed, position, C: tl.constexpr):
+    """Slot of each position of a sequence, -1 where none is listed."""
+    if C.ragged:
+        inside = (position < listed) & (start + position >= 0) & (start + position < C.slot_columns)
+        at = start + position
+    else:
+        inside = (row >= 0) & (row < C.slot_rows) & (position < C.slot_columns)
+        at = row * C.slot_columns + position
+    return tl.load(slots_ptr + at, mask=inside & (position >= 0), other=-1).to(tl.int64)
+
+
+@triton.jit
+def _window_slots(full_to_swa_ptr, slot, C: tl.constexpr):
+    """Window-pool slot of each full-pool slot, -1 where there is none."""
+    mapped = (slot >= 0) & (slot < C.full_slots)
+    return tl.maximum(tl.load(full_to_swa_ptr + slot, mask=mapped, other=-1).to(tl.int64), -1)
+
+
+@triton.jit
+def _entries(first_slot, last_slot, first, last, length, C: tl.constexpr):
+    """Table entries from the slots at both ends of each page."""
+    page = tl.where(first_slot < 0, -1, first_slot // C.page_size)
+    if C.page_size > 1:
+        in_order = (last_slot < 0) | (last_slot - first_slot == last - first)
+        page = tl.where((first_slot >= 0) & (first_slot % C.page_size == 0) & in_order, page, -1)
+    pages = (tl.maximum(length, 0) + C.page_size - 1) // C.page_size
+    page = tl.where(pages <= C.max_pages, page, -1)
+    return tl.where(first < length, page, 0)
+
+
+@triton.jit
+def page_table_kernel(
+    lengths_ptr, slots_ptr, starts_ptr, full_to_swa_ptr, table_ptr, window_table_ptr, C: tl.constexpr
+):
+    """Write one stretch of one row of the table, and of the window table."""
+    program = tl.program_id(0).to(tl.int64)
+    stretches: tl.constexpr = (C.max_pages + C.columns - 1) // C.columns
+    sequence = program // stretches
+    column = program % stretches * C.columns + tl.arange(0, C.columns)  # [COLUMNS] int64
+    length = tl.load(lengths_ptr + sequence)
+    first = column * C.page_size
+    last = tl.minimum(first + C.page_size, length) - 1
+    start = tl.load(starts_ptr + sequence)
+    row = start
+    listed = length
+    if C.ragged:
+        listed = tl.maximum(tl.load(starts_ptr + sequence + 1) - start, 0)
+    needed = (first < length) & (column < C.max_pages)
+    # Positions that no entry needs are -1, which nothing is loaded for.
+    first_slot = _listed_slots(slots_ptr, start, row, listed, tl.where(needed, first, -1), C)
+    last_slot = first_slot
+    if C.page_size > 1:
+        last_slot = _listed_slots(slots_ptr, start, row, listed, tl.where(needed, last, -1), C)
+    at = sequence * C.max_pages + column
+    tl.store(
+        table_ptr + at, _entries(first_slot, last_slot, first, last, length, C), mask=column < C.max_pages
+    )
+    if C.full_slots > 0:
+        first_slot = _window_slots(full_to_swa_ptr, first_slot, C)
+        last_slot = _window_slots(full_to_swa_ptr, last_slot, C)
+        tl.store(
+            window_table_ptr + at,
+            _entries(first_slot, last_slot, first, last, length, C),
+            mask=column < C.max_pages,
+        )
