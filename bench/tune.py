@@ -27,7 +27,7 @@ from jaxattn import plan
 from jaxattn.checks import attention_problem
 from jaxattn.index64 import index64
 from jaxattn.kernels import tuning
-from jaxattn.kernels.tuning import TileChoice, Tuning
+from jaxattn.kernels.tuning import ReduceChoice, TileChoice, Tuning
 
 
 def table_of(shape: shapes.Shape) -> tuple[str, int, int]:
@@ -113,9 +113,9 @@ def compiled_candidates(shape: shapes.Shape, architecture: str) -> list[TileChoi
     return found
 
 
-def with_choice(base: Tuning, kind: str, choice: TileChoice, reduce: dict[str, int] | None = None) -> Tuning:
+def with_choice(base: Tuning, kind: str, choice: TileChoice, reduce: ReduceChoice | None = None) -> Tuning:
     """A table in which every problem of `kind` gets `choice`."""
-    return dataclasses.replace(base, **{kind: (choice,)}, reduce=reduce or base.reduce)
+    return dataclasses.replace(base, **{kind: (choice,)}, reduce=(reduce,) if reduce else base.reduce)
 
 
 def compiled_call(shape: shapes.Shape, inputs, device, table: Tuning):

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 import jaxattn
 from bench.inputs import Inputs
-from jaxattn.index64 import index64
 
 
 def metadata_of(inputs: Inputs, page_table) -> jaxattn.AttentionMetadata:
@@ -29,9 +28,9 @@ def candidates(inputs: Inputs, implementation: str, batch_invariant: bool = Fals
     """The public call with its own tuned settings, the plan computed once and passed in, as layers share it."""
     metadata = [metadata_of(inputs, table) for table in inputs.page_tables]
     if implementation == "triton":
-        from jaxattn.plan import plan_for
+        from jaxattn.plan import make_plan
 
-        plan = index64(plan_for)(inputs.q, inputs.k_cache, metadata[0], batch_invariant=batch_invariant)
+        plan = make_plan(metadata[0], inputs.q, inputs.k_cache, batch_invariant=batch_invariant)
         metadata = [dataclasses.replace(m, plan=plan) for m in metadata]
 
     def calls(q, k_cache, v_cache, metadata):

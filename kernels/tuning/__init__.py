@@ -7,7 +7,8 @@ A file holds:
 * `split_rows`: sequences with up to that many query rows (query token x head of the group) are decoded by
   the `split` entries, longer ones by the `prefill` entries;
 * `chunk`: keys between the fixed cut points of `batch_invariant=True`, whose tiles are the `invariant` entries;
-* `reduce`: the merge of partial results;
+* `reduce`: `ReduceChoice` fields for the merge of partial results; the entry of the smallest `pieces` that holds
+  the average number of pieces of a unit is taken, and always the last one where the cut points are fixed;
 * `split`, `prefill`, `invariant`: lists of `TileChoice` fields. The entry of the smallest `head_dim`, then of
   the smallest `rows`, that hold the problem is taken, among those of the KV dtype's width.
 """
@@ -46,8 +47,20 @@ class TileChoice:
     warps: int
     stages: int
     programs_per_core: int
-    # Overlap the products of one tile with the softmax of another; pays where products are asynchronous.
+    # Walk the tiles that need no mask in a loop of their own.
+    bare: bool = False
+    # Overlap the products of one such tile with the softmax of another; pays where products are asynchronous.
     overlapped: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReduceChoice:
+    """How partial results are merged: a tile of `partials` x `rows` at a time, for units of so many `pieces`."""
+
+    pieces: int
+    partials: int
+    rows: int
+    warps: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +71,7 @@ class Tuning:
     issue_barrier: str
     split_rows: int
     chunk: int
-    reduce: dict[str, int] = dataclasses.field(hash=False)
+    reduce: tuple[ReduceChoice, ...]
     split: tuple[TileChoice, ...]
     prefill: tuple[TileChoice, ...]
     invariant: tuple[TileChoice, ...]
@@ -72,6 +85,13 @@ class Tuning:
         table = [c for c in table if c.head_dim == dim]
         held = _smallest_that_holds((c.rows for c in table), rows)
         return next(c for c in table if c.rows == held)
+
+    def choose_reduce(self, pieces: int | None) -> ReduceChoice:
+        """Return the entry for units of so many pieces on average; None for any number, merged in one way."""
+        if pieces is None:
+            return self.reduce[-1]
+        held = _smallest_that_holds((c.pieces for c in self.reduce), pieces)
+        return next(c for c in self.reduce if c.pieces == held)
 
 
 def _smallest_that_holds(sizes, needed: int) -> int:
@@ -87,7 +107,7 @@ def parse(content: dict[str, Any]) -> Tuning:
         issue_barrier=content.get("issue_barrier", ""),
         split_rows=content["split_rows"],
         chunk=content["chunk"],
-        reduce=dict(content["reduce"]),
+        reduce=tuple(ReduceChoice(**entry) for entry in content["reduce"]),
         **tables,
     )
 
@@ -96,7 +116,7 @@ def dump(table: Tuning) -> str:
     """Write the content of a file, an entry a line; `parse` reads it back."""
     lines = []
     for name, value in dataclasses.asdict(table).items():
-        if name in KINDS:
+        if name in (*KINDS, "reduce"):
             entries = ",\n".join("    " + json.dumps(entry) for entry in value)
             lines.append(f'  "{name}": [\n{entries}\n  ]')
         else:

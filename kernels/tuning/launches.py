@@ -10,6 +10,8 @@ from jaxattn.problem import AttentionProblem
 # Longer windows than any sequence are no window; positions in a kernel are 32-bit.
 _LONGEST_WINDOW = 2**31 - 1
 _ANY_LENGTH = 2**62
+# So many units for each program balance without cuts.
+_MANY_UNITS = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,10 +41,12 @@ def attention_launches(problem: AttentionProblem, device: Device) -> tuple[Launc
         chunk = 0
         if problem.batch_invariant:
             chunk = cdiv(table.chunk, choice.tile) * choice.tile if kind == "invariant" else UNCUT
-        return Launch(
-            spec=_spec(problem, device, choice, chunk, min_q_len, max_q_len),
-            choice=choice,
-        )
+        spec = _spec(problem, device, choice, chunk, min_q_len, max_q_len)
+        units = spec.num_blocks * spec.num_kv_heads
+        if chunk == UNCUT or (kind == "prefill" and units >= _MANY_UNITS * spec.programs):
+            # A program a unit keeps neighbours on the same keys at the same time, which then come from the cache.
+            spec = dataclasses.replace(spec, chunk=UNCUT, programs=units)
+        return Launch(spec=spec, choice=choice)
 
     if problem.batch_invariant:
         # The tiles follow from the group alone, so that decode and verify compute a row alike.
