@@ -164,10 +164,10 @@ class PagedKVCache:
             TypeError: `slots` is not of an integer dtype.
         """
         _check_layer(layer, self.num_layers, "layer")
-        index = page_and_offset(_one_axis(slots, "slots"), *self.k[layer].shape[:2])
+        slots = _one_axis(slots, "slots")
         return (
-            _dequantise(read_rows(self.k[layer], index), self.k_descale[layer]),
-            _dequantise(read_rows(self.v[layer], index), self.v_descale[layer]),
+            _load(self.k[layer], slots, self.k_descale[layer]),
+            _load(self.v[layer], slots, self.v_descale[layer]),
         )
 
     @index64
@@ -186,14 +186,7 @@ class PagedKVCache:
             ValueError: the lists differ in shape, or `window` is set and the cache has no window layers.
             TypeError: the pages are not of an integer dtype.
         """
-        source, destination = _pairs(source, destination)
-
-        def copy(array):
-            live = inside(source, array.shape[0]) & inside(destination, array.shape[0])
-            pages = read_rows(array, (jnp.where(live, source, 0),))
-            return write_rows(array, (jnp.where(live, destination, array.shape[0]),), pages)
-
-        return self._map_pool(copy, window)
+        return self._copy(_copy_pages, source, destination, window)
 
     @index64
     def copy_slots(
@@ -203,24 +196,21 @@ class PagedKVCache:
 
         Arguments and errors are those of `copy_pages`, with slots in the place of pages.
         """
-        source, destination = _pairs(source, destination)
+        return self._copy(_copy_slots, source, destination, window)
 
-        def copy(array):
-            num_pages, page_size = array.shape[:2]
-            live = inside(source, num_pages * page_size)
-            rows = read_rows(array, page_and_offset(source, num_pages, page_size))
-            target = page_and_offset(jnp.where(live, destination, -1), num_pages, page_size)
-            return write_rows(array, target, rows)
-
-        return self._map_pool(copy, window)
-
-    def _map_pool(self, function, window: bool) -> "PagedKVCache":
+    def _copy(self, copy, source, destination, window: bool) -> "PagedKVCache":
         if window and not self.window_layers:
             raise ValueError("window: expected False for a cache without window_layers, got True")
+        source, destination = _one_axis(source, "source"), _one_axis(destination, "destination")
+        if source.shape != destination.shape:
+            raise ValueError(
+                "source, destination: expected lists of one length, "
+                f"got {source.shape[0]} and {destination.shape[0]} entries"
+            )
 
         def apply(arrays):
             return tuple(
-                function(array) if (layer in self.window_layers) == window else array
+                copy(array, source, destination) if (layer in self.window_layers) == window else array
                 for layer, array in enumerate(arrays)
             )
 
@@ -268,15 +258,14 @@ def write_kv(
             "k_cache, v_cache: expected [N, P, K, D] and [N, P, K, Dv], "
             f"got {list(k_cache.shape)} and {list(v_cache.shape)}"
         )
-    index = page_and_offset(_one_axis(slots, "slots"), *k_cache.shape[:2])
-    tokens = len(index[0])
-    return (
-        write_rows(k_cache, index, _quantise(k, k_cache, tokens, k_descale, "k")),
-        write_rows(v_cache, index, _quantise(v, v_cache, tokens, v_descale, "v")),
-    )
+    slots = _one_axis(slots, "slots")
+    k_descale = _check_rows(k, k_cache, len(slots), k_descale, "k")
+    v_descale = _check_rows(v, v_cache, len(slots), v_descale, "v")
+    return _store(k_cache, k, slots, k_descale), _store(v_cache, v, slots, v_descale)
 
 
-def _quantise(values, cache, tokens: int, descale, name: str) -> Num[Array, "T K D"]:
+def _check_rows(values, cache, tokens: int, descale, name: str) -> Float32[Array, "K"] | None:
+    """Check the rows of a write and return their canonical descale."""
     expected = (tokens, *cache.shape[2:])
     if values.shape != expected:
         raise ValueError(
@@ -285,15 +274,37 @@ def _quantise(values, cache, tokens: int, descale, name: str) -> Num[Array, "T K
         )
     if not jnp.issubdtype(values.dtype, jnp.floating):
         raise TypeError(f"{name}: expected a floating point dtype, got {values.dtype}")
-    descale = per_kv_head(descale, f"{name}_descale", cache.shape[2])
+    return per_kv_head(descale, f"{name}_descale", cache.shape[2])
+
+
+@jax.jit
+def _store(cache, values, slots, descale):
     if descale is not None:
         values = values.astype(jnp.float32) / descale[:, None]
-    return saturating_cast(values, cache.dtype)
+    index = page_and_offset(slots, *cache.shape[:2])
+    return write_rows(cache, index, saturating_cast(values, cache.dtype))
 
 
-def _dequantise(rows: Num[Array, "T K D"], descale: Float32[Array, "K"] | None) -> Float32[Array, "T K D"]:
-    values = rows.astype(jnp.float32)
+@jax.jit
+def _load(cache, slots, descale):
+    values = read_rows(cache, page_and_offset(slots, *cache.shape[:2])).astype(jnp.float32)
     return values if descale is None else values * descale[:, None]
+
+
+@jax.jit
+def _copy_pages(cache, source, destination):
+    num_pages = cache.shape[0]
+    live = inside(source, num_pages) & inside(destination, num_pages)
+    pages = read_rows(cache, (jnp.where(live, source, 0),))
+    return write_rows(cache, (jnp.where(live, destination, num_pages),), pages)
+
+
+@jax.jit
+def _copy_slots(cache, source, destination):
+    num_pages, page_size = cache.shape[:2]
+    rows = read_rows(cache, page_and_offset(source, num_pages, page_size))
+    destination = jnp.where(inside(source, num_pages * page_size), destination, -1)
+    return write_rows(cache, page_and_offset(destination, num_pages, page_size), rows)
 
 
 def _stored_dtype(dtype) -> jnp.dtype:
@@ -325,13 +336,3 @@ def _one_axis(slots, name: str):
     if slots.ndim != 1:
         raise ValueError(f"{name}: expected shape [T], got {list(slots.shape)}")
     return slots
-
-
-def _pairs(source, destination):
-    source, destination = _one_axis(source, "source"), _one_axis(destination, "destination")
-    if source.shape != destination.shape:
-        raise ValueError(
-            "source, destination: expected lists of one length, "
-            f"got {source.shape[0]} and {destination.shape[0]} entries"
-        )
-    return source, destination
