@@ -75,7 +75,7 @@ def answer(
                 request.prompt,
                 max_new_tokens=request.max_new_tokens,
                 pages=pages[row],
-                stop_tokens=sorted(model.codec.stop_ids),
+                stop_tokens=sorted(model.codec.stop_ids) if model.codec is not None else (),
                 temperature=request.temperature,
                 seed=request.seed,
             )

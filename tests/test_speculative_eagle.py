@@ -1,0 +1,183 @@
+"""The EAGLE-style head: drafting through its cache against naive recomputation, its file, and its training."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_models
+from test_speculative_drafting import log_softmax
+from toy_decoder import VOCAB, WIDTH, program, setup, weights
+
+from jaxattn import CheckpointError, extend_metadata
+from jaxattn.models import decoder
+from jaxattn.speculative import ModelDrafter, Weights, eagle
+from jaxattn.speculative import decoder as loop
+
+REFERENCE = (("implementation", "reference"),)
+PROMPTS = [np.random.default_rng(8).integers(0, VOCAB, size).tolist() for size in (11, 7)]
+DRAFT = eagle.EagleDraft(program().config, REFERENCE)
+LENGTH = 32
+
+
+def random_head(seed=0, config=None, target=None):
+    config, target = config or program().config, target or weights()
+    head = eagle.init_head(config, target, jax.random.key(seed))
+    return dataclasses.replace(
+        head, fc=head.fc + 0.2 * jax.random.normal(jax.random.key(seed + 1), head.fc.shape)
+    )
+
+
+def run_of(drafter, **options):
+    run = setup(drafter, rows=2, page_size=4, **options)
+    shared = eagle.EagleWeights.share(random_head(), weights())
+    run.weights = Weights(weights(), shared)
+    pages = run.state.cache.k[0].shape[0]
+    cache = eagle.allocate_cache(program().config, num_pages=pages, page_size=4, dtype=jnp.float32)
+    cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache)
+    run.state = dataclasses.replace(run.state, draft=drafter.empty_state(cache, 2))
+    return run
+
+
+def one_sequence(length):
+    return extend_metadata(
+        seqused_k=length[None],
+        cu_seqlens_q=jnp.stack([0 * length, length]),
+        max_seqlen_q=LENGTH,
+        page_size=LENGTH,
+        req_to_token=jnp.arange(LENGTH, dtype=jnp.int32)[None],
+        req_pool_indices=jnp.zeros(1, jnp.int32),
+    )
+
+
+@jax.jit
+def target_hidden(tokens, length):
+    cache = decoder.allocate_cache(program().config, num_pages=1, page_size=LENGTH, dtype=jnp.float32)
+    return decoder.forward(
+        program().config, weights(), tokens, cache, one_sequence(length), implementation="reference"
+    )[0]
+
+
+@jax.jit
+def head_hidden(tokens, hidden, length):
+    shared = eagle.EagleWeights.share(random_head(), weights())
+    cache = eagle.allocate_cache(program().config, num_pages=1, page_size=LENGTH, dtype=jnp.float32)
+    return eagle.forward(
+        program().config, shared, tokens, hidden, cache, one_sequence(length), implementation="reference"
+    )[0]
+
+
+def padded(rows, width=None):
+    out = np.zeros((LENGTH, *(() if width is None else (width,))), np.int32 if width is None else np.float32)
+    out[: len(rows)] = rows
+    return out
+
+
+def naive_hidden(text, drafts):
+    """The head's hidden state after `drafts`, all of it recomputed: the target's states, then its own."""
+    states = list(np.asarray(target_hidden(padded(text), np.int32(len(text))))[: len(text) - 1])
+    tokens = [*text[1:], *drafts]
+    for known in range(len(text) - 1, len(tokens) + 1):
+        out = np.asarray(head_hidden(padded(tokens[:known]), padded(states, WIDTH), np.int32(known)))
+        states.append(out[known - 1])
+    return states[-1]
+
+
+def naive_log_probs(text, drafts):
+    return log_softmax(np.asarray(weights().embedding) @ naive_hidden(text, drafts))
+
+
+def drafted(run, drafter):
+    """Text and draft tree of each row after two cycles, so that drafts follow a draft extend."""
+    state = run.decoder.run(run.weights, run.decoder.prefill(run.weights, run.state), 2)
+    texts = [state.history[row, : int(state.lengths[row])].tolist() for row in range(2)]
+    with jax.enable_x64(True):
+        tree, _, _ = jax.jit(lambda w, s: drafter.draft(w, s, loop.runnable(run.decoder, s)))(
+            run.weights.draft, state
+        )
+    return texts, jax.tree.map(np.asarray, tree)
+
+
+def test_each_draft_of_a_chain_sees_the_drafts_before_it():
+    drafter = ModelDrafter(model=DRAFT, num_draft_tokens=5)
+    run = run_of(drafter)
+    for row, prompt in enumerate(PROMPTS):
+        run.admit(row, prompt, max_new_tokens=20)
+    texts, tree = drafted(run, drafter)
+    for row, text in enumerate(texts):
+        drafts = []
+        for _ in range(4):
+            drafts.append(int(naive_log_probs(text, drafts).argmax()))
+        assert tree.tokens[row].tolist() == [text[-1], *drafts]
+        assert tree.parents[row].tolist() == [-1, 0, 1, 2, 3]
+
+
+def test_a_tree_holds_the_best_nodes_of_a_naive_search():
+    topk, steps, n = 2, 3, 7
+    drafter = ModelDrafter(model=DRAFT, num_draft_tokens=n, topk=topk, num_steps=steps)
+    run = run_of(drafter)
+    for row, prompt in enumerate(PROMPTS):
+        run.admit(row, prompt, max_new_tokens=20)
+    texts, tree = drafted(run, drafter)
+    for row, text in enumerate(texts):
+        nodes, beam = [], [(0.0, ())]
+        for _ in range(steps):
+            level = []
+            for score, path in beam:
+                log_probs = naive_log_probs(text, path)
+                best = np.argsort(-log_probs)[:topk]
+                level += [(score + log_probs[token], (*path, int(token))) for token in best]
+            nodes += level
+            beam = sorted(level, reverse=True)[:topk]
+        chosen = sorted(range(len(nodes)), key=lambda i: -nodes[i][0])[: n - 1]
+        paths = {0: ()}
+        for node in range(1, n):
+            paths[node] = (*paths[int(tree.parents[row, node])], int(tree.tokens[row, node]))
+        assert sorted(paths.values()) == sorted([(), *(nodes[i][1] for i in chosen)])
+
+
+@pytest.mark.parametrize("name", ["llama_tiny", "gemma3_tiny"])
+def test_the_head_leaves_the_text_of_real_architectures_as_it_is(name):
+    from bench.draft_head.batches import Request, answer
+
+    model = tiny_models.load(name)
+    config = model.program.config
+    head = random_head(3, config, model.weights)
+    golden = tiny_models.golden(name)
+    requests = [Request(prompt.tolist(), 16) for prompt in golden["input_ids"]]
+    answers = answer(
+        model,
+        requests,
+        ModelDrafter(model=eagle.EagleDraft(config, REFERENCE), num_draft_tokens=6, topk=2, num_steps=3),
+        draft_weights=eagle.EagleWeights.share(head, model.weights),
+        rows=len(requests),
+        max_context_len=len(requests[0].prompt) + 16,
+        options=REFERENCE,
+        sampled=False,
+    )
+    assert [a.tokens for a in answers] == golden["greedy_ids"].tolist()
+
+
+def test_a_head_comes_back_from_its_file(tmp_path):
+    config = program().config
+    head = random_head()
+    eagle.save_head(tmp_path / "head.safetensors", head, {"note": "a test"})
+    again = eagle.load_head(tmp_path / "head.safetensors", config)
+    assert jax.tree.structure(again) == jax.tree.structure(head)
+    for old, new in zip(jax.tree.leaves(head), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(np.asarray(old, np.float16), new)
+        assert new.dtype == jnp.float32
+
+
+def test_a_head_of_other_sizes_is_refused_by_name(tmp_path):
+    config = program().config
+    eagle.save_head(tmp_path / "head.safetensors", random_head(), {})
+    wider = dataclasses.replace(config, intermediate_size=64)
+    with pytest.raises(CheckpointError, match=r"layer\.gate: expected shape \[64, 32\]"):
+        eagle.load_head(tmp_path / "head.safetensors", wider)
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "head.safetensors").read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=r"cut\.safetensors: cannot be read as a draft head"):
+        eagle.load_head(tmp_path / "cut.safetensors", config)
+    with pytest.raises(CheckpointError, match="no draft head for llama-1x32-24"):
+        eagle.find_head(config)
