@@ -176,6 +176,8 @@ class PagedKVCache:
     ) -> "PagedKVCache":
         """Copy whole pages, in all layers of one pool; all pages are read before any is written.
 
+        In place when donated, except on a CPU in the formats that `write_kv` names, where a layer is copied.
+
         Args:
             source: `[X]`, pages to read.
             destination: `[X]`, pages to write. A pair with -1 or a page outside the pool is dropped; which
@@ -229,6 +231,9 @@ def write_kv(
     v_descale=None,
 ) -> tuple[Num[Array, "N P K D"], Num[Array, "N P K Dv"]]:
     """Store `saturate(k / k_descale)` and `saturate(v / v_descale)` at the slots, in place when donated.
+
+    XLA on a CPU has no scatter of its own for float8, nor for bfloat16 before jaxlib 0.11.2: there a write passes
+    over the whole array once, still in place. A float32 cache on a CPU is written at the cost of its new rows.
 
     Args:
         k_cache: `[N, P, K, D]`. Its dtype decides the format: float8_e4m3fn and float8_e4m3fnuz differ.
