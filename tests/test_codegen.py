@@ -17,10 +17,10 @@ from audit_kernels import attention, gather, products, request
 from bench import codegen
 from bench.audit.addresses import Finding, find_narrow, index_arrays
 from bench.audit.compilation import compile_request, find_target
-from bench.audit.machine import Machine, located_lines, moves_in_tile_loops
+from bench.audit.machine import Load, Machine, located_lines, moves_in_tile_loops
 from bench.audit.mlir import read_module
 from bench.audit.mlir_text import UnreadableIR, result_types
-from bench.audit.report import audit, judge_spills
+from bench.audit.report import audit, cache_loads, judge_spills, narrow_loads
 
 AMD = ("gfx942", "gfx950")
 ALL = (*AMD, "sm90")
@@ -244,6 +244,20 @@ def test_narrow_loads_of_k_and_v_fail(arch):
     report = audit(compile_request(attention(TILE=16, aligned=False), arch))
     assert report.load_bytes == 2
     assert len([f for f in report.failures if "K or V is loaded 2 bytes a lane, not 16" in f]) == 2
+
+
+def test_a_load_that_the_compiler_moved_to_another_line_is_found():
+    lines = ("kernel.py:1", "kernel.py:2")
+    text = "tt.func public @f(%k_cache: !tt.ptr<bf16>, %page_table: !tt.ptr<i64>) {\n"
+    text += '%a = tt.load %k_cache : !tt.ptr<bf16> loc("kernel.py":1:1)\n'
+    text += '%b = tt.load %page_table : !tt.ptr<i64> loc("kernel.py":2:1)\n}\n'
+    module = read_module(text)
+    key, table = (Load(width, False, line) for width, line in zip((16, 8), lines, strict=True))
+    moved, stray = Load(16, False, "kernel.py:3"), Load(4, False, "kernel.py:4")
+    assert cache_loads(module, [key, table, stray], {"k_cache"}) == ([key], [])
+    assert cache_loads(module, [table, stray, moved], {"k_cache"}) == ([moved], [])
+    assert cache_loads(module, [table], {"k_cache"}) == ([], ["kernel.py:1"])
+    assert narrow_loads([], ["kernel.py:1"]) == ["kernel.py:1: no load of K or V found in the machine code"]
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def audit(compiled: Compiled, counts: Set[str] = COUNTS, caches: Set[str] = CACH
     failures, notes = judge_spills(machine)
     if compiled.shared > target.shared_limit:
         failures.append(f"shared memory: {compiled.shared} bytes, {target.arch} has {target.shared_limit}")
-    loads = []
+    loads: list[Load] = []
     try:
         before, after = read_module(compiled.ttir), read_module(compiled.ttgir)
         failures += scalar_products(after, machine, target)
@@ -67,9 +67,8 @@ def audit(compiled: Compiled, counts: Set[str] = COUNTS, caches: Set[str] = CACH
         failures += dict.fromkeys(str(finding) for finding in findings)
         lengths = {name for name in after.arguments.values() if base_name(name) in counts}
         notes += dict.fromkeys(str(finding) for finding in find_narrow(after, lengths) if finding.is_address)
-        lines = cache_lines(after, caches)
-        loads = [load for load in machine.loads if load.location in lines]
-        failures += narrow_loads(lines, loads)
+        loads, missing = cache_loads(after, machine.loads, caches)
+        failures += narrow_loads(loads, missing)
     except UnreadableIR as error:
         failures.append(f"the audit cannot follow this kernel: {error}")
     return Report(
@@ -153,25 +152,31 @@ def uses_layout(module: Module, type_text: str, layout: str) -> bool:
     return layout in module.aliases.get(alias, alias)
 
 
-def cache_lines(module: Module, caches: Set[str]) -> set[str]:
-    """Source lines that read an argument named in `caches`."""
+def cache_loads(module: Module, loads: Collection[Load], caches: Set[str]) -> tuple[list[Load], list[str]]:
+    """The loads of K and V in the machine code, found by their source lines; and the lines without any.
+
+    The compiler may move a load to a line that reads nothing. The widest of those stands in for what is missing.
+    """
     provenance = Provenance(module)
-    return {
-        operation.location
+    lines = {
+        operation.location: any(base_name(root) in caches for root in provenance.roots(pointer))
         for operation, pointer in provenance.reads_of_memory()
-        if any(base_name(root) in caches for root in provenance.roots(pointer))
     }
+    wanted = {line for line, is_cache in lines.items() if is_cache}
+    found = [load for load in loads if load.location in wanted]
+    missing = sorted(wanted - {load.location for load in found})
+    moved = [load for load in loads if load.location not in lines]
+    if missing and moved:
+        return [*found, max(moved, key=lambda load: load.width)], []
+    return found, missing
 
 
-def narrow_loads(lines: Set[str], loads: Collection[Load]) -> list[str]:
+def narrow_loads(loads: Collection[Load], missing: Collection[str]) -> list[str]:
     """Loads of K and V that move less than 16 bytes a lane without going straight to local memory."""
-    missing = [
-        f"{line}: no load of K or V found in the machine code"
-        for line in sorted(lines - {x.location for x in loads})
-    ]
-    narrow = [
+    failures = [f"{line}: no load of K or V found in the machine code" for line in missing]
+    failures += [
         f"{load.location}: K or V is loaded {load.width} bytes a lane, not {FULL_WIDTH}"
         for load in loads
         if load.width < FULL_WIDTH and not load.direct
     ]
-    return missing + list(dict.fromkeys(narrow))
+    return list(dict.fromkeys(failures))
