@@ -1,5 +1,7 @@
 """The same token through every forward mode, by the builders of the metadata."""
 
+import functools
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -23,9 +25,6 @@ OPTIONS = {
     "softcap": {"softcap": 1.5},
     "sinks": {"sinks": np.array([0.3, -1.0, 2.0, 0.0], np.float32)},
     "alibi": {"alibi_slopes": np.array([0.5, 0.25, 0.125, 0.0625], np.float32)},
-    "scale": {"softmax_scale": 0.7},
-    "descales": {"k_descale": np.float32([0.5, 2.0]), "v_descale": np.float32(3.0)},
-    "output_scale": {"output_scale": np.float32(0.25)},
     "window_softcap_sinks_alibi": {
         "sliding_window": 9,
         "softcap": 1.5,
@@ -35,8 +34,8 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def tokens(request):
+@functools.cache
+def tokens(dtype):
     """Caches, a pool row of slots for each sequence, and the query rows of each sequence's last tokens."""
     rng = np.random.default_rng(0)
     pages = 24
@@ -48,7 +47,6 @@ def tokens(request):
         for row, length in zip(slots, LENGTHS, strict=True):
             cache.reshape(-1, 2, 16)[row[:length]] = rng.normal(size=(length, 2, 16))
     queries = [rng.normal(size=(length, 4, 16)) for length in LENGTHS]
-    dtype = request.param
     return [jnp.asarray(c, dtype) for c in caches], slots, [jnp.asarray(rows, dtype) for rows in queries]
 
 
@@ -76,9 +74,9 @@ def metadata_of_mode(mode, slots):
 MODES = ("decode", "draft_decode", "target_verify", "target_verify_tree", "draft_extend", "extend")
 
 
-def last_rows(mode, tokens, implementation, **options):
+def last_rows(mode, dtype, implementation, **options):
     """Attend in one mode and return output and lse of the last token of each sequence."""
-    caches, slots, queries = tokens
+    caches, slots, queries = tokens(dtype)
     metadata, rows = metadata_of_mode(mode, slots)
     q = jnp.concatenate([query[len(query) - n :] for query, n in zip(queries, rows, strict=True)])
     out, lse = unified_attention(
@@ -88,30 +86,33 @@ def last_rows(mode, tokens, implementation, **options):
     return np.asarray(out)[last], np.asarray(lse)[last]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_p39_every_mode_honours_every_option(name, tokens, implementation):
+ALL = "window_softcap_sinks_alibi"
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in OPTIONS), (ALL, "bfloat16")])
+def test_p39_every_mode_honours_every_option(name, dtype, implementation):
     options = OPTIONS[name]
-    caches, slots, queries = tokens
+    caches, slots, queries = tokens(dtype)
     metadata, _ = metadata_of_mode("decode", slots)
     q = np.stack([query[-1] for query in queries])
     expected, expected_lse = cases.oracle_of(q, *caches, metadata, options)
     exact = q.dtype == np.float32
     for mode in MODES:
-        out, lse = last_rows(mode, tokens, implementation, **options)
+        out, lse = last_rows(mode, dtype, implementation, **options)
         np.testing.assert_allclose(
             out.astype(np.float64), expected, atol=1e-5 if exact else 2e-2 * np.abs(expected).max()
         )
         np.testing.assert_allclose(lse, expected_lse, atol=1e-5 if exact else 2e-2)
 
 
-@pytest.mark.parametrize("options", [{}, OPTIONS["window_softcap_sinks_alibi"]])
-def test_batch_invariant_rows_have_the_same_bits_in_every_mode_and_batch(options, tokens, implementation):
-    first, first_lse = last_rows(MODES[0], tokens, implementation, batch_invariant=True, **options)
+@pytest.mark.parametrize(("options", "dtype"), [({}, "float32"), (OPTIONS[ALL], "bfloat16")])
+def test_batch_invariant_rows_have_the_same_bits_in_every_mode_and_batch(options, dtype, implementation):
+    first, first_lse = last_rows(MODES[0], dtype, implementation, batch_invariant=True, **options)
     for mode in MODES[1:]:
-        out, lse = last_rows(mode, tokens, implementation, batch_invariant=True, **options)
+        out, lse = last_rows(mode, dtype, implementation, batch_invariant=True, **options)
         assert np.array_equal(out, first), mode
         assert np.array_equal(lse, first_lse), mode
-    caches, slots, queries = tokens
+    caches, slots, queries = tokens(dtype)
     alone = decode_metadata(
         seqused_k=LENGTHS[:1], page_size=PAGE_SIZE, req_to_token=slots, req_pool_indices=np.arange(1)
     )
@@ -121,12 +122,12 @@ def test_batch_invariant_rows_have_the_same_bits_in_every_mode_and_batch(options
     assert np.array_equal(np.asarray(out)[0], first[0])
 
 
-def test_x64_on_and_off_give_the_same_bits(tokens, implementation):
-    options = OPTIONS["window_softcap_sinks_alibi"]
+def test_x64_on_and_off_give_the_same_bits(implementation):
+    dtype, options = "float32", OPTIONS[ALL]
     for mode in ("decode", "target_verify_tree", "extend"):
-        narrow = last_rows(mode, tokens, implementation, **options)
+        narrow = last_rows(mode, dtype, implementation, **options)
         with jax.enable_x64(True):
-            wide = last_rows(mode, tokens, implementation, **options)
+            wide = last_rows(mode, dtype, implementation, **options)
         for one, two in zip(narrow, wide, strict=True):
             assert one.dtype == two.dtype
             assert np.array_equal(one, two)
