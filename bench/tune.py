@@ -5,8 +5,8 @@
 
 The first command compiles every plausible candidate, drops those that spill or do not fit, and finds how many
 programs a core holds: the work is cut into as many equal runs as programs run at once, so that number must be
-exact. In the second every candidate is checked against float64, then timed with CUPTI over rotated inputs. `--write` puts the best
-choice of each measured shape into a copy of the architecture's table.
+exact. The second checks every candidate against float64, then times it with CUPTI over rotated inputs. `--write`
+puts the best choice of each measured shape into a copy of the architecture's table.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def table_of(shape: shapes.Shape) -> tuple[str, int, int]:
 
 def shape_key(shape: shapes.Shape) -> str:
     """What shapes that take the same entry have in common."""
-    kind, rows, kv_bytes = table_of(shape)
+    kind, rows, _ = table_of(shape)
     rows = "long" if kind == "prefill" else next((r for r in (16, 32, 64) if r >= rows), 64)
     return f"{kind}-D{shape.head_dim}-{rows}-{shape.kv_dtype}"
 
@@ -83,7 +83,7 @@ def _is_plausible(choice: TileChoice) -> bool:
     return (
         shared_bytes(choice, dim) <= 226 * 1024
         and registers <= 270
-        and 4096 <= tile * dim * choice.kv_bytes
+        and tile * dim * choice.kv_bytes >= 4096
         and (not choice.overlapped or (rows >= 64 and warps >= 4))
         and (rows < 64 or warps >= 4)
         and rows * tile >= 256 * warps

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float32, Num
 
 from jaxattn.index64 import cdiv
 from jaxattn.kernels import _output, tuning
-from jaxattn.kernels.triton.attention_kernel import attention_kernel
+from jaxattn.kernels.triton.attention_kernel import CUT_UNIT_FIELDS, attention_kernel
 from jaxattn.kernels.triton.constants import AttentionConstants
 from jaxattn.kernels.triton.formats import CODES
 from jaxattn.kernels.triton.launch import launch
@@ -77,7 +77,7 @@ def _attend(problem: AttentionProblem, step: Launch, schedule: Schedule, earlier
         problem.output_scale,
         *aliased,
     )
-    *result, acc, peak, total = launch(
+    *result, acc, peak, total, cut_units = launch(
         attention_kernel,
         inputs,
         (out, lse, *partials),
@@ -102,13 +102,13 @@ def _attend(problem: AttentionProblem, step: Launch, schedule: Schedule, earlier
         schedule.block_sequence,
         schedule.block_index,
         schedule.tile_start,
-        schedule.first_block,
         problem.sinks,
         problem.v_descale,
         problem.output_scale,
         acc,
         peak,
         total,
+        cut_units,
         *result,
     )
     return tuple(
@@ -139,6 +139,11 @@ def attention_constants(problem: AttentionProblem, step: Launch, *, fill: bool) 
         name = np.dtype(dtype).name
         return CODES[name] if name.startswith("float8") and name not in table.native_formats else 0
 
+    def unpack(dtype) -> tuple[str, str]:
+        return table.unpack.get(np.dtype(dtype).name, ("", ""))
+
+    unpacks = compute == "float16" and not choice.overlapped
+    paired = problem.v_cache.dtype.itemsize == 1 and value_dim % 2 == 0 and not choice.overlapped
     return AttentionConstants(
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -159,9 +164,9 @@ def attention_constants(problem: AttentionProblem, step: Launch, *, fill: bool) 
         stages=choice.stages,
         bare_tiles=step.choice.bare,
         overlapped=step.choice.overlapped,
-        paired_values=problem.v_cache.dtype.itemsize == 1
-        and value_dim % 2 == 0
-        and not step.choice.overlapped,
+        paired_values=paired,
+        k_unpack=unpack(problem.k_cache.dtype)[0] if unpacks and head_dim % 4 == 0 else "",
+        v_unpack=unpack(problem.v_cache.dtype)[1] if unpacks and paired else "",
         issue_barrier=table.issue_barrier,
         fill=fill,
         softmax_scale=problem.softmax_scale,
@@ -200,7 +205,7 @@ def _compute_dtype(problem: AttentionProblem) -> str:
 
 
 def _partial_shapes(constants: AttentionConstants) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of the softmax states of cut units: acc, peak, total."""
+    """Shapes of the softmax states of cut units, acc, peak and total, and of the description of those units."""
     slots = 2 * constants.programs
     if constants.uncut:
         slots = 1
@@ -212,4 +217,7 @@ def _partial_shapes(constants: AttentionConstants) -> tuple[jax.ShapeDtypeStruct
         jax.ShapeDtypeStruct((*rows, constants.value_dim), jnp.float32),
         jax.ShapeDtypeStruct(rows, jnp.float32),
         jax.ShapeDtypeStruct(rows, jnp.float32),
+        jax.ShapeDtypeStruct(
+            (1 if constants.chunk else constants.programs, CUT_UNIT_FIELDS.value), jnp.int64
+        ),
     )

@@ -15,30 +15,59 @@ from jaxattn.kernels.triton.keys import bare_range, key_range
 from jaxattn.kernels.triton.output import fill_unowned_rows, store_rows
 from jaxattn.kernels.triton.walk import fresh_state, walk, walk_overlapped
 
+# What `reduce_kernel` must know of the unit that a run begins and does not end: its pieces, q_start, q_len,
+# first packed row and KV head.
+CUT_UNIT_FIELDS = tl.constexpr(8)
+
+
+@triton.jit
+def row_exponents(q_ptr, row, live, C: tl.constexpr):
+    """Bits of the power of two that brings each query row to between 1 and 2."""
+    column = tl.arange(0, C.padded_dim)
+    mask = live[:, None] & (column < C.head_dim)[None, :]
+    q = decode(
+        tl.load(q_ptr + row[:, None] * C.head_dim + column[None, :], mask, 0.0), C.q_format, tl.float32
+    )
+    exponent = tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.minimum(tl.maximum(exponent, 0x20000000), 0x7E800000)
+
+
+@triton.jit
+def query_columns(q_ptr, row, column, live, exponent, negative, C: tl.constexpr):
+    """Load some columns of query rows in the compute type."""
+    mask = live[:, None] & (column < C.head_dim)[None, :]
+    stored = tl.load(q_ptr + row[:, None] * C.head_dim + column[None, :], mask, 0.0)
+    if C.scale_rows:
+        q = decode(stored, C.q_format, tl.float32)
+        q = (q * (0x7F000000 - exponent).to(tl.float32, bitcast=True)[:, None]).to(C.compute)
+    else:
+        q = decode(stored, C.q_format, C.compute)
+    return tl.where(negative, -q, q)
+
 
 @triton.jit
 def scaled_rows(q_ptr, row, live, q_descale_ptr, k_descale_ptr, kv_head, C: tl.constexpr):
     """Load query rows in the compute type, and the positive factor from their products with K to scores."""
-    column = tl.arange(0, C.padded_dim)
-    mask = live[:, None] & (column < C.head_dim)[None, :]
-    stored = tl.load(
-        stored_pointer(q_ptr, C.q_format) + row[:, None] * C.head_dim + column[None, :], mask, 0.0
-    )
+    q_ptr = stored_pointer(q_ptr, C.q_format)
     scale = tl.full([], C.softmax_scale, tl.float32)
     if C.q_descale:
         scale = scale * tl.load(q_descale_ptr + kv_head)
     if C.k_descale:
         scale = scale * tl.load(k_descale_ptr + kv_head)
+    exponent = row.to(tl.int32)
     row_scale = tl.full([C.block_rows], 1.0, tl.float32)
     if C.scale_rows:
-        q = decode(stored, C.q_format, tl.float32)
-        exponent = tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) & 0x7F800000
-        exponent = tl.minimum(tl.maximum(exponent, 0x20000000), 0x7E800000)
-        row_scale = exponent.to(tl.float32, bitcast=True)  # 2**e
-        q = (q * (0x7F000000 - exponent).to(tl.float32, bitcast=True)[:, None]).to(C.compute)
+        exponent = row_exponents(q_ptr, row, live, C)
+        row_scale = exponent.to(tl.float32, bitcast=True)
+    column = tl.arange(0, C.product_dim)
+    if C.k_unpack != "":
+        column = column // 2 * 4 + column % 2
+        q = (
+            query_columns(q_ptr, row, column, live, exponent, scale < 0.0, C),
+            query_columns(q_ptr, row, column + 2, live, exponent, scale < 0.0, C),
+        )
     else:
-        q = decode(stored, C.q_format, C.compute)
-    q = tl.where(scale < 0.0, -q, q)
+        q = (query_columns(q_ptr, row, column, live, exponent, scale < 0.0, C),)
     # A factor of 0 would turn the -inf of a masked score into NaN.
     return q, tl.maximum(tl.abs(scale) * row_scale, 1e-35)
 
@@ -86,6 +115,7 @@ def attention_kernel(
     partial_acc_ptr,
     partial_peak_ptr,
     partial_total_ptr,
+    cut_unit_ptr,
     C: tl.constexpr,
 ):
     """Compute the output rows of whole (block, head) units and partial results of the others."""
@@ -104,6 +134,10 @@ def attention_kernel(
         position = program * work // active
         end = (program + 1) * work // active
         block = tl.load(first_block_ptr + program)
+
+    if C.chunk == 0:
+        # Where no unit begins in this run and goes on behind it, `reduce_kernel` has nothing to merge.
+        tl.store(cut_unit_ptr + program * CUT_UNIT_FIELDS, position * 0)
 
     row = tl.arange(0, C.block_rows)  # [BM]
     while position < end:
@@ -185,7 +219,19 @@ def attention_kernel(
                     )
                 else:
                     acc, peak, total, unknown = walk(
-                        state, q, scale, rows, span, tree, pointers, bare_first, bare_end, bare_end, 0, C, False
+                        state,
+                        q,
+                        scale,
+                        rows,
+                        span,
+                        tree,
+                        pointers,
+                        bare_first,
+                        bare_end,
+                        bare_end,
+                        0,
+                        C,
+                        False,
                     )
                 # A page id outside the pool is rare: only where one was met are all tiles masked.
                 walking = (unknown > 0) & (bare > 0)
@@ -204,6 +250,13 @@ def attention_kernel(
             slot = 2 * program + (begun == 0).to(tl.int64)
             if C.chunk > 0:
                 slot = position
+            elif begun == 0:
+                field = cut_unit_ptr + program * CUT_UNIT_FIELDS
+                tl.store(field, ((unit_start + tiles) * active - 1) // work - program + 1)
+                tl.store(field + 1, q_start)
+                tl.store(field + 2, q_len)
+                tl.store(field + 3, first_row)
+                tl.store(field + 4, kv_head)
             store_partial(
                 acc, peak, total, slot, live, partial_acc_ptr, partial_peak_ptr, partial_total_ptr, C
             )

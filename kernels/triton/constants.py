@@ -36,6 +36,9 @@ class AttentionConstants:
     overlapped: bool
     # Load two neighbouring columns of an 8-bit V as one element: 16-bit ones can be transposed by hardware.
     paired_values: bool = False
+    # Instructions that convert four 8-bit values of K or V at once, empty without; see `walk.load_keys`.
+    k_unpack: str = ""
+    v_unpack: str = ""
     # An instruction that the compiler moves no other across, empty without.
     issue_barrier: str = ""
     # Write neutral values to the rows of the token buffer that belong to no sequence.
@@ -86,6 +89,11 @@ class AttentionConstants:
     def padded_dim(self) -> int:
         """Columns of a K tile."""
         return padded(self.head_dim)
+
+    @property
+    def product_dim(self) -> int:
+        """Columns of q and K in one product: half of them where K is unpacked into two tiles."""
+        return self.padded_dim // 2 if self.k_unpack else self.padded_dim
 
     @property
     def padded_value_dim(self) -> int:

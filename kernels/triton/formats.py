@@ -90,11 +90,10 @@ def _encode_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.cons
     scaled = magnitude * (2.0 ** (BIAS - 1 + MANTISSA)) + _ROUNDING
     subnormal = scaled.to(tl.int32, bitcast=True) - _ROUNDING_BITS
     code = tl.where(magnitude < 2.0 ** (1 - BIAS), subnormal, normal)
+    signed = code | sign
     if FNUZ:
-        code = tl.where(x == x, tl.where(code == 0, 0, code | sign), 0x80)
-    else:
-        code = code | sign
-    return code
+        signed = tl.where(x == x, tl.where(code == 0, 0, signed), 0x80)
+    return signed
 
 
 @triton.jit

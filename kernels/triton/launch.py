@@ -41,7 +41,8 @@ _recorded: contextvars.ContextVar[list[KernelCall] | None] = contextvars.Context
 def recording() -> Iterator[list[KernelCall]]:
     """Collect the launches that are traced, without compiling anything; for audits under `jax.eval_shape`.
 
-    Trace a function that nothing else jits: what is traced here computes nothing. Use `jaxattn.kernels.tuning.using` to choose the architecture.
+    Trace a function that nothing else jits: what is traced here computes nothing.
+    Use `jaxattn.kernels.tuning.using` to choose the architecture.
     """
     calls: list[KernelCall] = []
     token = _recorded.set(calls)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from jaxattn.kernels.triton.attention_kernel import CUT_UNIT_FIELDS
 from jaxattn.kernels.triton.keys import key_range
 from jaxattn.kernels.triton.output import store_rows
 
@@ -14,13 +15,13 @@ def reduce_kernel(
     block_sequence_ptr,
     block_index_ptr,
     tile_start_ptr,
-    first_block_ptr,
     sinks_ptr,
     v_descale_ptr,
     output_scale_ptr,
     partial_acc_ptr,
     partial_peak_ptr,
     partial_total_ptr,
+    cut_unit_ptr,
     _out_ptr,
     _lse_ptr,
     out_ptr,
@@ -31,46 +32,33 @@ def reduce_kernel(
 ):
     """Merge the partial results of each (block, head) unit that `attention_kernel` cut, in the order of keys.
 
-    The program finds its unit by the cut: between programs `cut - 1` and `cut` where cuts follow from the load
-    balance, or as the unit itself where every unit is cut at fixed positions.
+    Where cuts follow from the load balance a program finds its unit by the run that it begins in; where every unit
+    is cut at fixed positions, by its number.
     """
     program = tl.program_id(0).to(tl.int64)
-    work = tl.load(tile_start_ptr + C.num_blocks)
-    active = tl.minimum(work, C.programs)
     parts: tl.constexpr = (C.stored_rows + ROWS - 1) // ROWS
+    place = program // parts
     block_row = program % parts * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    block = program * 0
-    kv_head = program * 0
-    first_slot = program * 0
-    count = program * 0
     if C.chunk > 0:
-        unit = program // parts
-        kv_head = unit % C.num_kv_heads
-        block = unit // C.num_kv_heads
+        block = place // C.num_kv_heads
+        kv_head = place % C.num_kv_heads
         block_start = tl.load(tile_start_ptr + block)
         count = (tl.load(tile_start_ptr + block + 1) - block_start) // C.num_kv_heads
         first_slot = block_start + kv_head * count
-    else:
-        cut = program // parts + 1
-        if cut < active:
-            position = cut * work // active
-            before = (cut - 1) * work // active
-            block = tl.load(first_block_ptr + cut)
-            block_start = tl.load(tile_start_ptr + block)
-            tiles = (tl.load(tile_start_ptr + block + 1) - block_start) // C.num_kv_heads
-            kv_head = (position - block_start) // tiles
-            unit_start = block_start + kv_head * tiles
-            # Only the first cut inside a unit merges it.
-            if (position > unit_start) and (before <= unit_start):
-                last = ((unit_start + tiles) * active - 1) // work
-                count = last - cut + 2
-                first_slot = 2 * (cut - 1)
-
-    if count > 0:
         sequence = tl.load(block_sequence_ptr + block)
         q_start = tl.load(cu_seqlens_q_ptr + sequence)
         q_len = tl.load(cu_seqlens_q_ptr + sequence + 1) - q_start
         first_packed = tl.load(block_index_ptr + block) * C.block_rows
+    else:
+        field = cut_unit_ptr + place * CUT_UNIT_FIELDS
+        count = tl.load(field)
+        q_start = tl.load(field + 1)
+        q_len = tl.load(field + 2)
+        first_packed = tl.load(field + 3)
+        kv_head = tl.load(field + 4)
+        first_slot = 2 * place
+
+    if count > 0:
         packed = first_packed + block_row  # [ROWS]
         token = packed // C.group
         live = (block_row < C.stored_rows) & (token < q_len)

@@ -22,8 +22,51 @@ def fresh_state(C: tl.constexpr):
 
 
 @triton.jit
+def key_products(q, k_ptr, row, C: tl.constexpr):
+    """Products of the query rows with one tile of keys, whose rows of the pool are given."""
+    if C.k_unpack != "":
+        # Four neighbouring columns come as two 16-bit elements. Converted in pairs as they lie, columns 0 and 1 of
+        # each four make one tile and columns 2 and 3 the other; `query_tiles` parts q alike.
+        column = tl.arange(0, C.product_dim)
+        k_at = k_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + (
+            (row * (C.num_kv_heads * C.head_dim // 2))[:, None] + column[None, :]
+        )
+        if C.padded_dim == C.head_dim:
+            pair = tl.load(k_at)
+        else:
+            pair = tl.load(k_at, mask=(column < C.head_dim // 2)[None, :], other=0)
+        first, second = tl.inline_asm_elementwise(
+            C.k_unpack, "=r,=r,r", [pair], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )  # [TILE, D / 2]
+        score = tl.dot(q[0], tl.trans(first), input_precision=C.precision)
+        score = tl.dot(q[1], tl.trans(second), score, input_precision=C.precision)
+    else:
+        column = tl.arange(0, C.padded_dim)
+        k_at = k_ptr + (row * (C.num_kv_heads * C.head_dim))[:, None] + column[None, :]
+        if C.padded_dim == C.head_dim:
+            k = tl.load(k_at)
+        else:
+            k = tl.load(k_at, mask=(column < C.head_dim)[None, :], other=0.0)
+        k = decode(k, C.k_format, C.compute)  # [TILE, D]
+        score = tl.dot(q[0], tl.trans(k), input_precision=C.precision)
+    return score  # [BM, TILE]
+
+
+@triton.jit
 def walk(
-    state, q, scale, rows, span, tree, pointers, first, last, gap_at, gap, C: tl.constexpr, MASKED: tl.constexpr
+    state,
+    q,
+    scale,
+    rows,
+    span,
+    tree,
+    pointers,
+    first,
+    last,
+    gap_at,
+    gap,
+    C: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """Fold tiles [first, last) into a softmax state, jumping over `gap` tiles at `gap_at`.
 
@@ -33,7 +76,6 @@ def walk(
     acc, peak, total = state
     start, stop, context = span
     table_ptr, k_ptr, v_ptr = pointers
-    column = tl.arange(0, C.padded_dim)
     value_column = tl.arange(0, C.padded_value_dim)
     unit = scale * LOG2E
     if C.modified:
@@ -58,13 +100,7 @@ def walk(
         # The ids of the next tile, so that its K and V can be fetched ahead without waiting for them.
         page = page_ids(table_ptr, next_tile, start, stop, C)
 
-        k_at = k_ptr + (row * (C.num_kv_heads * C.head_dim))[:, None] + column[None, :]
-        if C.padded_dim == C.head_dim:
-            k = tl.load(k_at)
-        else:
-            k = tl.load(k_at, mask=(column < C.head_dim)[None, :], other=0.0)
-        k = decode(k, C.k_format, C.compute)  # [TILE, D]
-        score = tl.dot(q, tl.trans(k), input_precision=C.precision)  # [BM, TILE]
+        score = key_products(q, k_ptr, row, C)
         key_position = key_positions(key, context, tree, C)
         if C.modified:
             score = modified(score * scale[:, None], rows, key_position, C)
@@ -81,7 +117,12 @@ def walk(
         if C.paired_values:
             v_at = v_ptr + (row * (C.num_kv_heads * C.value_dim // 2))[:, None] + value_column[None, :]
             pair = load_values(v_at, live, value_column < C.value_dim // 2, C, MASKED)
-            even, odd = decode_pair(pair, C.v_format, C.v_dtype, C.compute)  # [TILE, DV / 2]
+            if C.v_unpack != "":
+                even, odd = tl.inline_asm_elementwise(
+                    C.v_unpack, "=r,=r,r", [pair], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+                )  # [TILE, DV / 2]
+            else:
+                even, odd = decode_pair(pair, C.v_format, C.v_dtype, C.compute)
             acc = tl.dot(weight.to(C.compute), even, acc, input_precision=C.precision)
             acc_odd = tl.dot(weight.to(C.compute), odd, acc_odd * decay[:, None], input_precision=C.precision)
         else:
@@ -98,11 +139,11 @@ def walk(
 def load_values(at, live, inside, C: tl.constexpr, MASKED: tl.constexpr):
     """Load a V tile; rows that are not live are 0 where MASKED."""
     if MASKED:
-        v = tl.load(at, mask=live[:, None] & inside[None, :], other=0)
+        v = tl.load(at, mask=live[:, None] & inside[None, :], other=0.0)
     elif C.padded_value_dim == C.value_dim:
         v = tl.load(at)
     else:
-        v = tl.load(at, mask=inside[None, :], other=0)
+        v = tl.load(at, mask=inside[None, :], other=0.0)
     return v
 
 
@@ -150,7 +191,7 @@ def walk_overlapped(state, q, scale, rows, span, tree, pointers, first, last, C:
         k_at = k_ptr + (row * (C.num_kv_heads * C.head_dim))[:, None] + column[None, :]
         k = tl.load(k_at, mask=(tile < last) & (column < C.head_dim)[None, :], other=0.0)
         k = decode(k, C.k_format, C.compute)  # [TILE, D]
-        next_score = tl.dot(q, tl.trans(k), input_precision=C.precision)  # [BM, TILE]
+        next_score = tl.dot(q[0], tl.trans(k), input_precision=C.precision)  # [BM, TILE]
 
         if C.issue_barrier != "":
             # Keeps the compiler from moving the product behind the softmax, which does not need it yet.

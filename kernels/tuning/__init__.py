@@ -4,6 +4,9 @@ A file holds:
 
 * `native_formats`: 8-bit formats that the compiler converts by itself there;
 * `issue_barrier`: an instruction of its assembly language that the compiler moves no other across, or nothing;
+* `unpack`: for a stored format, the instructions that convert four values of K and four of V to float16; `$2` is
+  a register with two elements of two bytes, `$0` and `$1` take two float16 each. For K, `$0` is the first element;
+  for V, it is the low byte of both;
 * `split_rows`: sequences with up to that many query rows (query token x head of the group) are decoded by
   the `split` entries, longer ones by the `prefill` entries;
 * `chunk`: keys between the fixed cut points of `batch_invariant=True`, whose tiles are the `invariant` entries;
@@ -69,6 +72,7 @@ class Tuning:
 
     native_formats: tuple[str, ...]
     issue_barrier: str
+    unpack: dict[str, tuple[str, str]] = dataclasses.field(hash=False)
     split_rows: int
     chunk: int
     reduce: tuple[ReduceChoice, ...]
@@ -104,7 +108,8 @@ def parse(content: dict[str, Any]) -> Tuning:
     tables = {kind: tuple(TileChoice(**entry) for entry in content[kind]) for kind in KINDS}
     return Tuning(
         native_formats=tuple(content["native_formats"]),
-        issue_barrier=content.get("issue_barrier", ""),
+        issue_barrier=content["issue_barrier"],
+        unpack={name: (of_k, of_v) for name, (of_k, of_v) in content["unpack"].items()},
         split_rows=content["split_rows"],
         chunk=content["chunk"],
         reduce=tuple(ReduceChoice(**entry) for entry in content["reduce"]),
