@@ -18,6 +18,9 @@ from jaxattn.speculative.drafting import draw_children as draw_children
 from jaxattn.speculative.drafting import expand as expand
 from jaxattn.speculative.drafting import keep_best as keep_best
 from jaxattn.speculative.drafting import select_tree as select_tree
+from jaxattn.speculative.methods import METHODS as METHODS
+from jaxattn.speculative.methods import Drafting as Drafting
+from jaxattn.speculative.methods import drafting_for as drafting_for
 from jaxattn.speculative.ngram import propose as propose
 from jaxattn.speculative.protocols import Drafter as Drafter
 from jaxattn.speculative.protocols import DraftModel as DraftModel

@@ -4,7 +4,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxattn.models.load import Program
+    from jaxattn.models.program import Program
 
 
 @dataclasses.dataclass(frozen=True)

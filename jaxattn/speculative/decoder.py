@@ -51,6 +51,11 @@ class SpeculativeDecoder:
         """Run `cycles` cycles, fewer where no row can go on, without a read by the host."""
         return _run(self, weights, state, jax.device_put(np.int64(cycles)))
 
+    @index64
+    def lower(self, weights: Weights, state: DecoderState) -> jax.stages.Lowered:
+        """What `run` compiles for states of this form; compile it in a thread while the prompts are read."""
+        return _run.lower(self, weights, state, jax.device_put(np.int64(1)))
+
     def stream(
         self, weights: Weights, state: DecoderState, *, every: int
     ) -> Iterator[tuple[DecoderState, list[list[int]]]]:
@@ -101,7 +106,8 @@ def _cycle(decoder, weights, state):
     state = dataclasses.replace(state, draft=draft)
 
     ancestors = None if decoder.drafter.topk == 1 else ancestor_bits(tree.parents)
-    metadata = state.metadata("target_verify", state.cached, n, active, ancestors)
+    mode = "decode" if n == 1 else "target_verify"
+    metadata = state.metadata(mode, state.cached, n, active, ancestors)
     tokens = jnp.maximum(tree.tokens, 0).reshape(-1)
     hidden, cache = decoder.target.forward(weights.target, tokens, state.cache, metadata)
     logits = decoder.target.logits(weights.target, hidden).reshape(state.num_seqs, n, -1)
