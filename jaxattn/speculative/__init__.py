@@ -8,6 +8,7 @@ from jaxattn.speculative.adapters import ProgramDraft as ProgramDraft
 from jaxattn.speculative.adapters import ProgramTarget as ProgramTarget
 from jaxattn.speculative.compaction import compact_accepted as compact_accepted
 from jaxattn.speculative.decoder import SpeculativeDecoder as SpeculativeDecoder
+from jaxattn.speculative.decoder import lookahead as lookahead
 from jaxattn.speculative.drafters import DraftState as DraftState
 from jaxattn.speculative.drafters import ModelDrafter as ModelDrafter
 from jaxattn.speculative.drafters import NgramDrafter as NgramDrafter

@@ -39,7 +39,7 @@ class SpeculativeDecoder:
     @property
     def lookahead(self) -> int:
         """Tokens behind the known ones that the pages of a row must have room for in a cycle."""
-        return max(self.drafter.num_draft_tokens, self.drafter.lookahead)
+        return lookahead(self.drafter)
 
     @index64
     def prefill(self, weights: Weights, state: DecoderState) -> DecoderState:
@@ -79,6 +79,11 @@ class SpeculativeDecoder:
             state = (yield state, new) or state
             if not np.asarray(state.live | state.filling).any():
                 return
+
+
+def lookahead(drafter: Drafter) -> int:
+    """Tokens behind the known ones that a cycle with `drafter` may write keys for."""
+    return max(drafter.num_draft_tokens, drafter.lookahead)
 
 
 def runnable(decoder: SpeculativeDecoder, state: DecoderState):
