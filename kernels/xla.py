@@ -98,8 +98,10 @@ def _group_size(problem: AttentionProblem, block_rows: int, tile_pages: int, blo
 def _tile_pages(problem: AttentionProblem, block_rows: int) -> tuple[int, ...]:
     """Return the tile sizes to walk the keys with, in pages, widest first."""
     keys = TILE_KEYS if block_rows < NARROW_FROM_ROWS else TILE_KEYS[-1:]
-    width = problem.page_table.shape[1]
-    return tuple(dict.fromkeys(min(cdiv(size, problem.page_size), width) for size in keys))
+    pages = [cdiv(size, problem.page_size) for size in keys]
+    if not problem.batch_invariant:
+        pages = [min(size, problem.page_table.shape[1]) for size in pages]
+    return tuple(dict.fromkeys(pages))
 
 
 def _attend_rows(problem: AttentionProblem, rows: _blocks.QueryRows, tiles: tuple[int, ...]):

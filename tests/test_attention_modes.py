@@ -131,3 +131,28 @@ def test_x64_on_and_off_give_the_same_bits(implementation):
         for one, two in zip(narrow, wide, strict=True):
             assert one.dtype == two.dtype
             assert np.array_equal(one, two)
+
+
+def test_batch_invariant_rows_do_not_depend_on_the_width_of_the_table_or_on_other_sequences(implementation):
+    rng = np.random.default_rng(0)
+    lengths, rows, page_size = (1300, 40), 2, 16
+    k_cache, v_cache = (rng.normal(size=(90, page_size, 1, 32)).astype(np.float32) for _ in range(2))
+    table = rng.permutation(90)[:86].reshape(1, 86)
+    table = np.concatenate([table, np.roll(table, 1)])
+    q = rng.normal(size=(2, rows, 4, 32)).astype(np.float32)
+
+    def attend(q, table, lengths):
+        metadata = cases.make_metadata(table, lengths, page_size=page_size)
+        out = unified_attention(
+            q, k_cache, v_cache, metadata, batch_invariant=True, implementation=implementation
+        )
+        return np.asarray(out)
+
+    verify = attend(q.reshape(-1, 4, 32), table, tuple((rows, length) for length in lengths))
+    for sequence, length in enumerate(lengths):
+        used = -(-length // page_size)
+        for row in range(rows):
+            one = attend(
+                q[sequence, row][None], table[sequence : sequence + 1, :used], ((1, length - rows + 1 + row),)
+            )
+            assert np.array_equal(one[0], verify[sequence * rows + row])
