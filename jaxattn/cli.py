@@ -17,13 +17,21 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` and return its exit code: 0, 2 after a one-line error, 130 after Ctrl-C."""
+    """Run a command line and return its exit code: 0, 2 after a one-line error, 130 after Ctrl-C.
+
+    Args:
+        argv: the arguments; those of the process by default, which Ctrl-C then ends here.
+    """
     try:
         arguments = make_parser().parse_args(argv)
         arguments.run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
+        code = _fail("interrupted", INTERRUPTED)
+        if argv is None:
+            # A compilation may still be running, and Python would wait for it.
+            os._exit(code)
+        return code
     except BrokenPipeError:
         # Nothing more may be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -75,19 +83,20 @@ def _add_generate(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
         help="rows of a verify pass, the last token with its drafts; 4",
     )
     cache = parser.add_argument_group("the paged cache and the computation")
-    cache.add_argument(
-        "--page-size", type=int, default=16, metavar="P", help="tokens in a page; 16 by default"
-    )
+    cache.add_argument("--page-size", type=int, metavar="P", help="tokens in a page; 16 by default")
     cache.add_argument(
         "--num-pages", type=int, metavar="N", help="pages of the pool; as many as needed by default"
     )
     cache.add_argument(
-        "--kv-dtype", metavar="DTYPE", help="of keys and values, such as bfloat16, fp8_e4m3fn, int8"
+        "--kv-dtype", metavar="DTYPE", help="of keys and values, such as bfloat16, float8_e4m3fn, int8"
     )
     cache.add_argument(
         "--chunk-size", type=int, default=512, metavar="N", help="prefill so many tokens at a time"
     )
     cache.add_argument("--dtype", metavar="DTYPE", help="of the weights: float32, bfloat16 or float16")
+    cache.add_argument(
+        "--quantization", metavar="METHOD", help="of a folder's weights; its config.json by default"
+    )
     cache.add_argument("--implementation", metavar="NAME", help="of attention; jaxattn doctor lists them")
     return _run_generate
 

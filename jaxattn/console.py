@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from jaxattn.generate import GenerationOptions, Piece, generate, mean_accepted_l
 from jaxattn.models.fetch import cache_folder
 from jaxattn.models.load import load_model
 from jaxattn.models.tokenizer import TextCodec
+from jaxattn.routing import AttentionConfig
 
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 _SHOWN_PROMPT = 60
@@ -30,7 +32,9 @@ def generate_text(arguments: argparse.Namespace, out: TextIO, err: TextIO) -> No
         raise ValueError(f"--dtype: expected one of {', '.join(MODEL_DTYPES)}, got {arguments.dtype!r}")
     _keep_compiled_programs()
     with _load_progress(err) as progress:
-        model = load_model(arguments.model, dtype=arguments.dtype, progress=progress)
+        model = load_model(
+            arguments.model, dtype=arguments.dtype, quantization=arguments.quantization, progress=progress
+        )
     codec = model.codec
     if codec is None:
         raise ValueError(f"{model.name}: expected a tokenizer.json beside the weights, found none")
@@ -54,8 +58,19 @@ def options_from(arguments: argparse.Namespace) -> GenerationOptions:
             raise ValueError(
                 f"--{name.replace('_', '-')}: expected a --temperature above 0 with it, got 0, greedy"
             )
+    settings = {name: getattr(arguments, name) for name in ("page_size", "kv_dtype")}
+    routing = AttentionConfig.from_environment(
+        **{name: value for name, value in settings.items() if value is not None}
+    )
+    if routing.mla or routing.topk != 1:
+        raise ValueError(
+            "JAXATTN_MLA, JAXATTN_TOPK: expected off and 1, which generate uses, got something else"
+        )
     fields = {field.name for field in dataclasses.fields(GenerationOptions)}
     given = {name: value for name, value in vars(arguments).items() if name in fields and value is not None}
+    given |= {"page_size": routing.page_size, "routing": routing}
+    if arguments.kv_dtype or "JAXATTN_KV_DTYPE" in os.environ:
+        given["kv_dtype"] = routing.kv_dtype
     return GenerationOptions(**given)
 
 
@@ -96,10 +111,12 @@ def write_streams(
     streams = [codec.stream(prompt) for prompt in prompts]
     waiting, ended = [""] * len(prompts), [False] * len(prompts)
     headings = [_heading(i, text) for i, text in enumerate(texts)] if len(texts) > 1 else [""]
-    shown = 0
-    out.write(headings[0])
+    shown, started = 0, False
     try:
         for piece in pieces:
+            if not started:
+                out.write(headings[0])
+                started = True
             stream = streams[piece.sequence]
             waiting[piece.sequence] += "".join(stream.push(token) for token in piece.tokens)
             if piece.finish is not None:
@@ -113,8 +130,9 @@ def write_streams(
                 waiting[shown] = ""
             out.flush()
     finally:
-        out.write("\n")
-    out.flush()
+        if started:
+            out.write("\n")
+            out.flush()
 
 
 @dataclasses.dataclass

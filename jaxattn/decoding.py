@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32, Int64
 
 from jaxattn.metadata import AttentionMetadata, decode_metadata, extend_metadata, target_verify_metadata
-from jaxattn.models.load import Program
+from jaxattn.models.program import Program
 from jaxattn.speculative import SamplingParams, draw, keys_at, probabilities, propose
 from jaxattn.speculative.sampling import usable_logits
 

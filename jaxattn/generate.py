@@ -1,8 +1,9 @@
 """Text generation from a paged cache: several prompts as one ragged batch, tokens as they come."""
 
+import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import jax
@@ -10,22 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int64
 
+from jaxattn.checks import STORED_DTYPES
 from jaxattn.decoding import DecodeState, Emitted, decode_step, prefill_chunk
 from jaxattn.errors import JaxattnError
 from jaxattn.index64 import as_index, cdiv, index64
 from jaxattn.models.load import Model
 from jaxattn.page_pool import RESERVED_PAGES, PagePool
+from jaxattn.routing import AttentionConfig
 from jaxattn.speculative import SamplingParams
 
-KV_DTYPES = {
-    "float32": jnp.float32,
-    "bfloat16": jnp.bfloat16,
-    "float16": jnp.float16,
-    "fp8_e4m3fn": jnp.float8_e4m3fn,
-    "fp8_e4m3fnuz": jnp.float8_e4m3fnuz,
-    "fp8_e5m2": jnp.float8_e5m2,
-    "int8": jnp.int8,
-}
 SPECULATIVE = ("off", "ngram")
 # Room for later keys and values that are larger than those of the first chunk.
 _INT8_HEADROOM = 1.25
@@ -46,9 +40,11 @@ class GenerationOptions:
         page_size: tokens in a page of the cache.
         num_pages: pages of the cache, page 0 included, which is reserved; None for as many as are needed.
         chunk_size: longer prompts are read in chunks of so many tokens.
-        kv_dtype: one of `KV_DTYPES`, or None for the dtype of the model. int8 is scaled by what the first chunk
-            of the prompts needs.
+        kv_dtype: what the cache stores, one of `jaxattn.checks.STORED_DTYPES`; None for the dtype of the model. Of
+            the 8-bit ones, int8 and float8, the scales are the checkpoint's where it has some; else int8 is scaled by
+            what the first chunk of the prompts needs and float8 is not scaled.
         implementation: of attention; None for the default of the device.
+        routing: the switches of `jaxattn.routing`; None for unified attention everywhere.
 
     Raises:
         ValueError: an option is out of its range.
@@ -65,12 +61,17 @@ class GenerationOptions:
     chunk_size: int = 512
     kv_dtype: str | None = None
     implementation: str | None = None
+    routing: AttentionConfig | None = None
 
     def __post_init__(self):
         least = {"max_new_tokens": 1, "page_size": 1, "chunk_size": 1, "seed": 0, "num_draft_tokens": 2}
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name}: expected at least {minimum}, got {getattr(self, name)}")
+        if self.num_pages is not None and self.num_pages <= RESERVED_PAGES:
+            raise ValueError(
+                f"num_pages: expected at least {RESERVED_PAGES + 1}, page 0 being reserved, got {self.num_pages}"
+            )
         if not 0.0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature: expected 0 (most likely token) or more, got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
@@ -79,13 +80,19 @@ class GenerationOptions:
             raise ValueError(
                 f"speculative: expected one of {', '.join(SPECULATIVE)}, got {self.speculative!r}"
             )
-        if self.kv_dtype is not None and self.kv_dtype not in KV_DTYPES:
-            raise ValueError(f"kv_dtype: expected one of {', '.join(KV_DTYPES)}, got {self.kv_dtype!r}")
+        if self.kv_dtype is not None and self.kv_dtype not in STORED_DTYPES:
+            raise ValueError(f"kv_dtype: expected one of {', '.join(STORED_DTYPES)}, got {self.kv_dtype!r}")
 
     @property
     def rows_per_step(self) -> int:
         """Query rows of a sequence in a decode or verify step."""
         return self.num_draft_tokens if self.speculative == "ngram" else 1
+
+    @property
+    def attention(self) -> tuple[tuple[str, Any], ...]:
+        """The arguments of `unified_attention` that are set, as pairs."""
+        given = {"implementation": self.implementation, "config": self.routing}
+        return tuple((name, value) for name, value in given.items() if value is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,11 +248,9 @@ def prefill_chunks(lengths: Sequence[int], chunk_size: int) -> Iterator[tuple[li
 
 
 def _run(model: Model, batch: Batch, options: GenerationOptions) -> Iterator[Piece]:
+    settings: dict[str, Any] = {"page_size": options.page_size, "options": options.attention}
+    step = settings | {"num_draft_tokens": options.rows_per_step}
     count = len(batch.prompts)
-    settings: dict[str, Any] = {
-        "page_size": options.page_size,
-        "options": () if options.implementation is None else (("implementation", options.implementation),),
-    }
     sampling = None
     if options.temperature > 0:
         sampling = SamplingParams.create(
@@ -253,19 +258,26 @@ def _run(model: Model, batch: Batch, options: GenerationOptions) -> Iterator[Pie
         )
     state = _start(model, batch, options)
     generated, live = np.zeros(count, np.int64), np.ones(count, bool)
-    step = settings | {"num_draft_tokens": options.rows_per_step}
-    lowered = decode_step.lower(model.program, model.weights, state, live, sampling, **step)
-    with ThreadPoolExecutor(1) as beside:
-        # Compiled while the prompts are compiled for and read: the first text comes seconds sooner.
-        compiled = beside.submit(lowered.compile)
-        for chunk in _prefill_rows(batch, options.chunk_size):
-            state, emitted = prefill_chunk(model.program, model.weights, state, *chunk, sampling, **settings)
-            if (chunk[2] == [len(prompt) for prompt in batch.prompts]).any():
-                yield from _pieces(model, batch, emitted, generated, live)
-        compiled.result()
+    if max(batch.limits) > 1:
+        # Compiled while the prompts are compiled for and read: the text goes on seconds sooner.
+        lowered = decode_step.lower(model.program, model.weights, state, live, sampling, **step)
+        beside = threading.Thread(target=_compile_quietly, args=[lowered])
+        beside.start()
+    for chunk in _prefill_rows(batch, options.chunk_size):
+        state, emitted = prefill_chunk(model.program, model.weights, state, *chunk, sampling, **settings)
+        if (chunk[2] == [len(prompt) for prompt in batch.prompts]).any():
+            yield from _pieces(model, batch, emitted, generated, live)
+    if live.any():
+        beside.join()
     while live.any():
         state, emitted = decode_step(model.program, model.weights, state, live.copy(), sampling, **step)
         yield from _pieces(model, batch, emitted, generated, live)
+
+
+def _compile_quietly(lowered) -> None:
+    """Compile a step into JAX's own cache; what goes wrong is raised where the step is called."""
+    with contextlib.suppress(Exception):
+        lowered.compile()
 
 
 def _pieces(model: Model, batch: Batch, emitted: Emitted, generated, live) -> Iterator[Piece]:
@@ -307,9 +319,9 @@ def _prefill_rows(batch: Batch, chunk_size: int):
 
 
 def _start(model: Model, batch: Batch, options: GenerationOptions) -> DecodeState:
-    dtype = model.dtype if options.kv_dtype is None else KV_DTYPES[options.kv_dtype]
-    if jnp.dtype(dtype) != jnp.int8:
-        return _empty_state(model, batch, options, dtype)
+    dtype = jnp.dtype(model.dtype if options.kv_dtype is None else options.kv_dtype)
+    if dtype != jnp.int8:
+        return _empty_state(model, batch, options, dtype, **_checkpoint_descales(model, dtype))
     first = next(_prefill_rows(batch, options.chunk_size))
     trial, _ = prefill_chunk(
         model.program,
@@ -318,9 +330,17 @@ def _start(model: Model, batch: Batch, options: GenerationOptions) -> DecodeStat
         *first,
         None,
         page_size=options.page_size,
+        options=options.attention,
     )
     descales = {f"{side}_descale": int8_descales(getattr(trial.cache, side)) for side in ("k", "v")}
     return _empty_state(model, batch, options, dtype, **descales)
+
+
+def _checkpoint_descales(model: Model, dtype) -> dict[str, list[float]]:
+    """The scales that the model was calibrated with, for a cache in an 8-bit float."""
+    if model.kv_scales is None or jnp.dtype(dtype).itemsize > 1:
+        return {}
+    return dict(zip(("k_descale", "v_descale"), model.kv_scales, strict=True))
 
 
 def int8_descales(pages: Sequence[jax.Array]) -> list[jax.Array]:
@@ -341,6 +361,7 @@ def _empty_state(model: Model, batch: Batch, options: GenerationOptions, dtype, 
         slots=index64(as_index)(batch.slots, "slots"),
         cache=model.program.allocate_cache(
             model.program.config,
+            num_seqs=len(batch.prompts),
             num_pages=batch.num_pages,
             page_size=options.page_size,
             dtype=dtype,

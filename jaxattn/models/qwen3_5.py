@@ -131,6 +131,7 @@ def forward(
     tokens: Int[Array, "T"],
     cache: HybridCache,
     metadata: AttentionMetadata,
+    /,
     **options: Any,
 ) -> tuple[Float[Array, "T E"], HybridCache]:
     """Hidden states of this call's tokens after the final norm, and the cache with what they add to it.
