@@ -162,7 +162,7 @@ def attention_constants(problem: AttentionProblem, step: Launch, *, fill: bool) 
         chunk=spec.chunk,
         uncut=spec.chunk == UNCUT,
         stages=choice.stages,
-        bare_tiles=step.choice.bare,
+        bare_tiles=step.choice.bare or problem.ancestors is not None,
         overlapped=step.choice.overlapped,
         paired_values=paired,
         k_unpack=unpack(problem.k_cache.dtype)[0] if unpacks and head_dim % 4 == 0 else "",

@@ -68,9 +68,12 @@ def masked(score, rows, key, key_position, known, context, tree, C: tl.constexpr
     visible = (key[None, :] <= limit[:, None]) & known[None, :]  # [BM, TILE]
     if C.window > 0:
         visible = visible & (key_position[None, :] >= floor[:, None])
-    if C.tree_words > 0:  # noqa: SIM102, one condition is static
+    if C.tree_words > 0:
+        # Integers, because a compiler that moves this mask through shared memory cannot store single bits.
+        seen = visible.to(tl.int32)
         if tl.max(key, 0) >= context:
-            visible = visible & _tree_visible(tree, key - context, C)
+            seen = seen & _tree_visible(tree, key - context, C).to(tl.int32)
+        visible = seen != 0
     return tl.where(visible, score, float("-inf"))
 
 

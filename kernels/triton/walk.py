@@ -101,7 +101,9 @@ def walk(
         page = page_ids(table_ptr, next_tile, start, stop, C)
 
         score = key_products(q, k_ptr, row, C)
-        key_position = key_positions(key, context, tree, C)
+        key_position = key
+        if MASKED:
+            key_position = key_positions(key, context, tree, C)
         if C.modified:
             score = modified(score * scale[:, None], rows, key_position, C)
         if MASKED:
