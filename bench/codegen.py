@@ -1,4 +1,4 @@
-"""Audit every tuned kernel configuration in the code that it compiles to, without a GPU.
+"""Audit every kernel configuration in the code that it compiles to, without a GPU.
 
     python -m bench.codegen                      # gfx942, gfx950 and sm90
     python -m bench.codegen --arch gfx950 --only D256
@@ -10,7 +10,8 @@ straight to shared memory.
 
 Exit code 1 if a configuration does not compile, spills registers in a way that costs something for each tile,
 computes a product without matrix instructions, needs more shared memory than there is, loads K or V in narrow
-pieces, or lets a page or slot id reach a 32-bit offset. Nothing is executed: a pass is a statement about machine
+pieces, or lets a page or slot id reach a 32-bit offset. Launches that no tuning entry is for (every option at once,
+page tables, cache writes) may spill and load narrowly. Nothing is executed: a pass is a statement about machine
 code, not about a run on that GPU.
 """
 
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 
 import triton
 
+from bench.audit.launches import other_requests
 from bench.audit.report import Report, audit_request
 from bench.audit.targets import KIB, TARGETS
 from jaxattn.kernels.triton.requests import compile_requests
@@ -81,19 +83,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--only", default="", metavar="TEXT", help="only configurations whose name contains TEXT"
     )
     parser.add_argument(
-        "--notes", action="store_true", help="also say where lengths reach 32 bits, which is safe"
+        "--notes",
+        action="store_true",
+        help="also print what does not fail: cheap spills, lengths in 32-bit offsets",
     )
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
     options = parser.parse_args(arguments)
 
     found: list[Report] = []
     for arch in options.arch or DEFAULT_ARCHS:
-        requests = [request for request in compile_requests(arch) if options.only in request.name]
-        width = max((len(request.name) for request in requests), default=0) + 2
+        wanted = [(request, True) for request in compile_requests(arch)]
+        wanted += [(request, False) for request in other_requests(arch)]
+        wanted = [(request, tuned) for request, tuned in wanted if options.only in request.name]
+        width = max((len(request.name) for request, _ in wanted), default=0) + 2
         if not options.json:
             print(heading(arch, width))
-        for request in requests:
-            found.append(audit_request(request, arch))
+        for request, tuned in wanted:
+            found.append(audit_request(request, arch, tuned=tuned))
             if not options.json:
                 print(row(found[-1], width), flush=True)
         if not options.json:

@@ -42,12 +42,12 @@ def base_name(argument: str) -> str:
     return argument.removesuffix("_ptr")
 
 
-def index_arrays(module: Module, counts: Set[str] = COUNTS) -> set[str]:
-    """Arguments that point to 32- or 64-bit integers, save those that hold counts; and the program's number."""
+def index_arrays(module: Module) -> set[str]:
+    """Arguments that point to 32- or 64-bit integers, save `COUNTS`; and the program's number."""
     return {PROGRAM_ID} | {
         name
         for value, name in module.arguments.items()
-        if re.fullmatch(r"!tt\.ptr<[su]?i(32|64)>", module.types[value]) and base_name(name) not in counts
+        if re.fullmatch(r"!tt\.ptr<[su]?i(32|64)>", module.types[value]) and base_name(name) not in COUNTS
     }
 
 

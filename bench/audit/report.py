@@ -1,6 +1,6 @@
 """The verdict on one compiled kernel."""
 
-from collections.abc import Collection, Set
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from bench.audit.addresses import COUNTS, Provenance, base_name, find_narrow, index_arrays
@@ -20,8 +20,8 @@ class Report:
     """What a kernel uses on one architecture, what is wrong with it, and what is worth knowing.
 
     `load_bytes` is the narrowest load of K or V in bytes a lane, None for a kernel that reads neither;
-    `occupancy` counts waves per SIMD. `notes` name cheap spills, and counts that reach a 32-bit offset, which
-    is safe: they are never multiplied by a pool's stride.
+    `occupancy` counts waves per SIMD. `notes` name what costs little, and counts that reach a 32-bit offset,
+    which is safe: they are never multiplied by a pool's stride.
     """
 
     name: str
@@ -44,33 +44,37 @@ class Report:
         return not self.failures
 
 
-def audit(compiled: Compiled, counts: Set[str] = COUNTS, caches: Set[str] = CACHES) -> Report:
+def audit(compiled: Compiled, *, tuned: bool = True) -> Report:
     """Audit one compiled kernel.
 
     Args:
-        compiled: the kernel.
-        counts: arguments that hold lengths, not places; every other integer array is followed.
-        caches: arguments whose loads must be of full width.
+        compiled: the kernel. Its integer arrays are followed, save `COUNTS`; where it multiplies tiles, its
+            loads of `CACHES` must be of full width.
+        tuned: False where the tiles were chosen for another configuration; spills and narrow loads are then
+            notes, while a kernel that is unsafe or does not fit still fails.
     """
     target = compiled.target
     machine = (
         read_amdgcn(compiled.assembly) if target.is_amd else read_cuda(compiled.assembly, compiled.cubin)
     )
-    failures, notes = judge_spills(machine)
+    slow, notes = judge_spills(machine)
+    failures: list[str] = []
     if compiled.shared > target.shared_limit:
         failures.append(f"shared memory: {compiled.shared} bytes, {target.arch} has {target.shared_limit}")
     loads: list[Load] = []
     try:
         before, after = read_module(compiled.ttir), read_module(compiled.ttgir)
         failures += scalar_products(after, machine, target)
-        findings = [f for m in (before, after) for f in find_narrow(m, index_arrays(m, counts))]
+        findings = [f for m in (before, after) for f in find_narrow(m, index_arrays(m))]
         failures += dict.fromkeys(str(finding) for finding in findings)
-        lengths = {name for name in after.arguments.values() if base_name(name) in counts}
+        lengths = {name for name in after.arguments.values() if base_name(name) in COUNTS}
         notes += dict.fromkeys(str(finding) for finding in find_narrow(after, lengths) if finding.is_address)
-        loads, missing = cache_loads(after, machine.loads, caches)
-        failures += narrow_loads(loads, missing)
+        if any(operation.name in PRODUCTS for operation in after.operations):
+            loads, missing = cache_loads(after, machine.loads)
+            slow += narrow_loads(loads, missing)
     except UnreadableIR as error:
         failures.append(f"the audit cannot follow this kernel: {error}")
+    (failures if tuned else notes).extend(slow)
     return Report(
         name=compiled.name,
         arch=target.arch,
@@ -88,7 +92,7 @@ def audit(compiled: Compiled, counts: Set[str] = COUNTS, caches: Set[str] = CACH
     )
 
 
-def audit_request(request, arch: str) -> Report:
+def audit_request(request, arch: str, *, tuned: bool = True) -> Report:
     """Compile a `CompileRequest` and audit it; a kernel that does not compile gets a report that says so."""
     target = find_target(arch)
     try:
@@ -110,7 +114,7 @@ def audit_request(request, arch: str) -> Report:
             failures=(f"does not compile: {type(error).__name__}: {reason[0]}",),
             notes=(),
         )
-    return audit(compiled)
+    return audit(compiled, tuned=tuned)
 
 
 def judge_spills(machine: Machine) -> tuple[list[str], list[str]]:
@@ -152,14 +156,14 @@ def uses_layout(module: Module, type_text: str, layout: str) -> bool:
     return layout in module.aliases.get(alias, alias)
 
 
-def cache_loads(module: Module, loads: Collection[Load], caches: Set[str]) -> tuple[list[Load], list[str]]:
+def cache_loads(module: Module, loads: Collection[Load]) -> tuple[list[Load], list[str]]:
     """The loads of K and V in the machine code, found by their source lines; and the lines without any.
 
     The compiler may move a load to a line that reads nothing. The widest of those stands in for what is missing.
     """
     provenance = Provenance(module)
     lines = {
-        operation.location: any(base_name(root) in caches for root in provenance.roots(pointer))
+        operation.location: any(base_name(root) in CACHES for root in provenance.roots(pointer))
         for operation, pointer in provenance.reads_of_memory()
     }
     wanted = {line for line, is_cache in lines.items() if is_cache}
