@@ -13,37 +13,16 @@ from pathlib import Path
 
 import jax
 
-from bench.draft_head.batches import Request, answer, mean_accepted_length
 from bench.draft_head.texts import write_conversations
 from bench.draft_head.training import Plan, train_head
+from bench.requests import Engine, Request, mean_accepted_length
+from bench.speculative import PROMPTS
 from jaxattn.models.load import load_model
-from jaxattn.speculative import ModelDrafter, NgramDrafter
-from jaxattn.speculative.eagle import EagleDraft, EagleWeights, save_head
+from jaxattn.speculative import drafting_for
+from jaxattn.speculative.eagle import save_head
 
-# What people ask; no conversation of the training starts from these.
-HELD_OUT_PROMPTS = (
-    "What is the capital of France, and what is it known for?",
-    "Explain in simple terms how a refrigerator keeps food cold.",
-    "Write a short story about a lighthouse keeper who finds a message in a bottle.",
-    "Give me three tips for sleeping better at night.",
-    "How do I reverse a list in Python? Show an example.",
-    "Summarise the causes of the First World War in a few sentences.",
-    "What is the difference between weather and climate?",
-    "Write a polite email asking a colleague to move a meeting to Thursday.",
-    "Describe the life cycle of a butterfly.",
-    "Suggest a simple dinner with rice, eggs and vegetables.",
-    "What are prime numbers and why do they matter?",
-    "Translate 'good morning, my friend' into Spanish and French.",
-    "Why is the sky blue during the day and red at sunset?",
-    "List five jobs that did not exist fifty years ago.",
-    "How can I save money while I am a student?",
-    "Write a poem about the first snow of the year.",
-)
-DRAFTERS = {
-    "chain, n = 4": {"num_draft_tokens": 4},
-    "tree, n = 8": {"num_draft_tokens": 8, "topk": 3, "num_steps": 3},
-    "tree, n = 16": {"num_draft_tokens": 16, "topk": 4, "num_steps": 4},
-}
+# Draft tokens and topk that the head is measured with.
+SHAPES = {"chain, n = 4": (4, 1), "tree, n = 8": (8, 3), "tree, n = 16": (16, 4)}
 
 
 def main() -> None:
@@ -80,27 +59,25 @@ def main() -> None:
     save_head(arguments.out, head, notes)
     say(f"wrote {arguments.out}, {Path(arguments.out).stat().st_size} bytes")
 
-    measured = measure(model, head, arguments.new_tokens, options, say)
+    measured = measure(model, arguments.out, arguments.new_tokens, options, say)
     if arguments.report:
         Path(arguments.report).write_text(json.dumps(notes | {"mean_accepted_length": measured}, indent=1))
 
 
-def measure(model, head, new_tokens: int, options, say) -> dict[str, float]:
+def measure(model, head: str, new_tokens: int, options, say) -> dict[str, float]:
     """Mean accepted length on the held-out prompts, and whether the text is that of plain decoding."""
-    prompts = [model.codec.encode_chat(prompt) for prompt in HELD_OUT_PROMPTS]
+    prompts = [model.codec.encode_chat(prompt) for prompt in PROMPTS]
     requests = [Request(prompt, new_tokens) for prompt in prompts]
-    shared = {
+    shape = {
         "rows": len(requests),
         "max_context_len": max(map(len, prompts)) + new_tokens,
         "options": options,
-        "sampled": False,
     }
-    plain = answer(model, requests, NgramDrafter(num_draft_tokens=1), **shared)
-    weights = EagleWeights.share(head, model.weights)
+    plain = Engine(model, drafting_for("off", model), **shape).answer(requests)
     measured = {}
-    for name, options_of_drafter in DRAFTERS.items():
-        drafter = ModelDrafter(model=EagleDraft(model.program.config, options), **options_of_drafter)
-        answers = answer(model, requests, drafter, draft_weights=weights, **shared)
+    for name, (n, topk) in SHAPES.items():
+        drafting = drafting_for("eagle", model, num_draft_tokens=n, topk=topk, attention=options, head=head)
+        answers = Engine(model, drafting, **shape).answer(requests)
         same = sum(a.tokens == b.tokens for a, b in zip(answers, plain, strict=True))
         measured[name] = mean_accepted_length(answers)
         say(

@@ -10,9 +10,10 @@ import tiny_models
 from test_speculative_drafting import log_softmax
 from toy_decoder import VOCAB, WIDTH, program, setup, weights
 
+from bench.requests import Engine, Request
 from jaxattn import CheckpointError, extend_metadata
 from jaxattn.models import decoder
-from jaxattn.speculative import ModelDrafter, Weights, eagle
+from jaxattn.speculative import ModelDrafter, Weights, drafting_for, eagle
 from jaxattn.speculative import decoder as loop
 
 REFERENCE = (("implementation", "reference"),)
@@ -138,23 +139,18 @@ def test_a_tree_holds_the_best_nodes_of_a_naive_search():
 
 
 @pytest.mark.parametrize("name", ["llama_tiny", "gemma3_tiny"])
-def test_the_head_leaves_the_text_of_real_architectures_as_it_is(name):
-    from bench.draft_head.batches import Request, answer
-
+def test_the_head_leaves_the_text_of_real_architectures_as_it_is(name, tmp_path):
     model = tiny_models.load(name)
     config = model.program.config
-    head = random_head(3, config, model.weights)
+    eagle.save_head(tmp_path / "head.safetensors", random_head(3, config, model.weights), {})
+    drafting = drafting_for(
+        "eagle", model, num_draft_tokens=6, topk=2, attention=REFERENCE, head=tmp_path / "head.safetensors"
+    )
     golden = tiny_models.golden(name)
-    requests = [Request(prompt.tolist(), 16) for prompt in golden["input_ids"]]
-    answers = answer(
-        model,
-        requests,
-        ModelDrafter(model=eagle.EagleDraft(config, REFERENCE), num_draft_tokens=6, topk=2, num_steps=3),
-        draft_weights=eagle.EagleWeights.share(head, model.weights),
-        rows=len(requests),
-        max_context_len=len(requests[0].prompt) + 16,
-        options=REFERENCE,
-        sampled=False,
+    prompts = golden["input_ids"]
+    shape = {"rows": len(prompts), "max_context_len": prompts.shape[1] + 16}
+    answers = Engine(model, drafting, options=REFERENCE, **shape).answer(
+        [Request(p, 16) for p in prompts.tolist()]
     )
     assert [a.tokens for a in answers] == golden["greedy_ids"].tolist()
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from bench.draft_head.batches import Request, answer
+from bench.requests import Engine, Request
 from jaxattn.models.chat import render_chat
 from jaxattn.models.load import Model
-from jaxattn.speculative import NgramDrafter
+from jaxattn.speculative import drafting_for
 
 _MARK = "\u2402"
 QUESTION_TOKENS = 64
@@ -26,26 +26,26 @@ def write_conversations(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Token ids `[count, length]` of conversations, and how many of each row are text."""
     before, after = _chat_frame(model)
-    drafter = NgramDrafter(num_draft_tokens=4)
-    shared = {"rows": rows, "max_context_len": length, "options": options}
-    questions = answer(
+    engine = Engine(
         model,
+        drafting_for("ngram", model),
+        rows=rows,
+        max_context_len=length,
+        options=options,
+        sampled=True,
+    )
+    questions = engine.answer(
         [Request(before, QUESTION_TOKENS, 1.0, seed + i) for i in range(count)],
-        drafter,
-        progress=lambda done: progress("questions", done),
-        **shared,
+        lambda done: progress("questions", done),
     )
     stops = model.codec.stop_ids
     prompts = [[*before, *(t for t in q.tokens if t not in stops), *after] for q in questions]
-    answers = answer(
-        model,
+    answers = engine.answer(
         [
             Request(p, length - len(p), ANSWER_TEMPERATURES[i % 2], seed + count + i)
             for i, p in enumerate(prompts)
         ],
-        drafter,
-        progress=lambda done: progress("answers", done),
-        **shared,
+        lambda done: progress("answers", done),
     )
     tokens, lengths = np.zeros((count, length), np.int32), np.zeros(count, np.int32)
     for row, (prompt, reply) in enumerate(zip(prompts, answers, strict=True)):
