@@ -139,16 +139,25 @@ def _interpreted(call: KernelCall, operands):
 def _compiled(call: KernelCall, operands):
     jax_triton = load_jax_triton()
     outputs = "out_type" if installed_version("jax-triton") >= (0, 4) else "out_shape"
-    return tuple(
-        jax_triton.triton_call(
-            *operands,
-            kernel=call.kernel,
-            grid=(call.grid,),
-            num_warps=call.num_warps,
-            num_stages=call.num_stages,
-            input_output_aliases=dict(call.aliases),
-            name=call.kernel.__name__,
-            **{outputs: call.outputs},
-            **dict(call.constants),
-        )
+    results = jax_triton.triton_call(
+        *(_viewed(x, _carrier(x.dtype)) for x in operands),
+        kernel=call.kernel,
+        grid=(call.grid,),
+        num_warps=call.num_warps,
+        num_stages=call.num_stages,
+        input_output_aliases=dict(call.aliases),
+        name=call.kernel.__name__,
+        **{outputs: tuple(jax.ShapeDtypeStruct(o.shape, _carrier(o.dtype)) for o in call.outputs)},
+        **dict(call.constants),
     )
+    return tuple(_viewed(result, o.dtype) for result, o in zip(results, call.outputs, strict=True))
+
+
+def _viewed(array, dtype):
+    return array if array.dtype == dtype else jax.lax.bitcast_convert_type(array, dtype)
+
+
+def _carrier(dtype):
+    """The dtype that a pointer has for the compiler: bytes for an 8-bit float that it does not know."""
+    name = np.dtype(dtype).name
+    return np.uint8 if name.startswith("float8") and name not in tuning.tuning().native_formats else dtype
