@@ -16,8 +16,10 @@ from jaxattn.models.safetensors import SafetensorsFolder
 from jaxattn.models.streaming import load_tree, plan_weights
 from jaxattn.quantization import resolve_config
 
-forward = jax.jit(qwen3_5.forward, static_argnums=0, donate_argnums=3)
-mtp_forward = jax.jit(qwen3_5_mtp.forward, static_argnums=0, donate_argnums=4)
+# Compiling is most of the time of these tests.
+QUICKLY = {"xla_backend_optimization_level": 0}
+forward = jax.jit(qwen3_5.forward, static_argnums=0, donate_argnums=3, compiler_options=QUICKLY)
+mtp_forward = jax.jit(qwen3_5_mtp.forward, static_argnums=0, donate_argnums=4, compiler_options=QUICKLY)
 logits = jax.jit(qwen3_5.logits)
 
 

@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Float32, Int
 from jaxattn.errors import CheckpointError, UnsupportedError
 from jaxattn.kv_cache import PagedKVCache
 from jaxattn.metadata import AttentionMetadata
-from jaxattn.models import qwen3_5
 from jaxattn.models.layers import Weight, linear, rms_norm, rotation
 from jaxattn.models.qwen3_5 import (
     HybridLayerWeights,
@@ -136,33 +135,13 @@ def logits(weights: MtpWeights, hidden: Float[Array, "rows E"]) -> Float32[Array
 
 
 @dataclasses.dataclass(frozen=True)
-class HybridTarget:
-    """A hybrid decoder as the target of `jaxattn.speculative`; its recurrent state follows the accepted drafts.
+class MtpDraft:
+    """The module as a draft model of `jaxattn.speculative`, whose cycle advances the target's recurrent states.
 
     Attributes:
-        config: of the decoder.
+        config: of the target.
         options: further arguments of `unified_attention`, as pairs.
     """
-
-    config: HybridConfig
-    options: tuple[tuple[str, Any], ...] = ()
-
-    def forward(self, weights, tokens, cache, metadata):
-        """See `jaxattn.speculative.protocols.TargetModel.forward`."""
-        return qwen3_5.forward(self.config, weights, tokens, cache, metadata, **dict(self.options))
-
-    def logits(self, weights, hidden):
-        """See `TargetModel.logits`."""
-        return qwen3_5.logits(weights, hidden)
-
-    def commit(self, cache, metadata, acceptance):
-        """Advance the recurrent states by the accepted tokens alone."""
-        return cache.commit(acceptance.accept_len)
-
-
-@dataclasses.dataclass(frozen=True)
-class MtpDraft:
-    """The module as a draft model of `jaxattn.speculative`."""
 
     config: HybridConfig
     options: tuple[tuple[str, Any], ...] = ()
