@@ -74,13 +74,26 @@ def _add_generate(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     drawing.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
     speculation = parser.add_argument_group("speculative decoding")
     speculation.add_argument(
-        "--speculative", default="off", metavar="ngram|off", help="draft what followed the same words before"
+        "--speculative",
+        default="off",
+        metavar="METHOD",
+        help="off; ngram drafts what followed the same words before, eagle with a trained head, mtp with the "
+        "checkpoint's own module",
     )
     speculation.add_argument(
         "--num-draft-tokens",
         type=int,
         metavar="N",
         help="rows of a verify pass, the last token with its drafts; 4",
+    )
+    speculation.add_argument(
+        "--topk", type=int, metavar="K", help="drafts that may follow one token; above 1 they form a tree"
+    )
+    speculation.add_argument(
+        "--draft-head", metavar="FILE", help="head for eagle; the package's own by default"
+    )
+    speculation.add_argument(
+        "--read-every", type=int, metavar="N", help="passes between two reads of the text; 1 by default"
     )
     cache = parser.add_argument_group("the paged cache and the computation")
     cache.add_argument("--page-size", type=int, metavar="P", help="tokens in a page; 16 by default")

@@ -51,24 +51,31 @@ def options_from(arguments: argparse.Namespace) -> GenerationOptions:
     Raises:
         ValueError: an option is out of range, or would have no effect beside the others.
     """
-    if arguments.speculative == "off" and arguments.num_draft_tokens is not None:
-        raise ValueError("--num-draft-tokens: expected --speculative ngram with it, got --speculative off")
+    for name in ("num_draft_tokens", "topk"):
+        if arguments.speculative == "off" and getattr(arguments, name) is not None:
+            raise ValueError(
+                f"--{name.replace('_', '-')}: expected --speculative ngram, eagle or mtp with it, got --speculative off"
+            )
+    if arguments.speculative != "eagle" and arguments.draft_head is not None:
+        raise ValueError(
+            f"--draft-head: expected --speculative eagle with it, got --speculative {arguments.speculative}"
+        )
     for name in ("top_p", "seed"):
         if arguments.temperature == 0 and getattr(arguments, name) is not None:
             raise ValueError(
                 f"--{name.replace('_', '-')}: expected a --temperature above 0 with it, got 0, greedy"
             )
-    settings = {name: getattr(arguments, name) for name in ("page_size", "kv_dtype")}
+    settings = {name: getattr(arguments, name) for name in ("page_size", "kv_dtype", "topk")}
     routing = AttentionConfig.from_environment(
         **{name: value for name, value in settings.items() if value is not None}
     )
-    if routing.mla or routing.topk != 1:
-        raise ValueError(
-            "JAXATTN_MLA, JAXATTN_TOPK: expected off and 1, which generate uses, got something else"
-        )
+    if routing.mla:
+        raise ValueError("JAXATTN_MLA: expected off, which generate uses, got on")
+    if routing.topk > 1 and arguments.speculative == "off":
+        raise ValueError(f"JAXATTN_TOPK: expected 1 with --speculative off, got {routing.topk}")
     fields = {field.name for field in dataclasses.fields(GenerationOptions)}
     given = {name: value for name, value in vars(arguments).items() if name in fields and value is not None}
-    given |= {"page_size": routing.page_size, "routing": routing}
+    given |= {"page_size": routing.page_size, "topk": routing.topk, "routing": routing}
     if arguments.kv_dtype or "JAXATTN_KV_DTYPE" in os.environ:
         given["kv_dtype"] = routing.kv_dtype
     return GenerationOptions(**given)

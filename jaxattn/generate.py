@@ -3,25 +3,35 @@
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Bool, Int64
 
 from jaxattn.checks import STORED_DTYPES
-from jaxattn.decoding import DecodeState, Emitted, decode_step, prefill_chunk
 from jaxattn.errors import JaxattnError
-from jaxattn.index64 import as_index, cdiv, index64
+from jaxattn.index64 import cdiv
 from jaxattn.models.load import Model
 from jaxattn.page_pool import RESERVED_PAGES, PagePool
 from jaxattn.routing import AttentionConfig
-from jaxattn.speculative import SamplingParams
+from jaxattn.speculative import (
+    METHODS,
+    DecoderState,
+    Drafting,
+    ProgramTarget,
+    SamplingParams,
+    SpeculativeDecoder,
+    Weights,
+    admit,
+    drafting_for,
+    empty_state,
+    lookahead,
+)
 
-SPECULATIVE = ("off", "ngram")
-# Room for later keys and values that are larger than those of the first chunk.
+# Room for later keys and values that are larger than those of the prompts.
 _INT8_HEADROOM = 1.25
 
 
@@ -34,15 +44,19 @@ class GenerationOptions:
         temperature: 0 takes the most likely token; above, tokens are drawn.
         top_p: only the most likely tokens that together reach this probability are drawn.
         seed: of the draws; the same seed gives the same text, with and without speculation.
-        speculative: `ngram` drafts what followed earlier occurrences of the text's own ending, and verifies the
-            drafts in one pass; `off` decodes token by token.
+        speculative: how to draft what one pass then verifies, one of `jaxattn.speculative.METHODS`: `ngram` looks up
+            what followed the text's own ending, `eagle` uses a trained head, `mtp` the module of the checkpoint; `off`
+            decodes token by token.
         num_draft_tokens: rows of a verify pass: the last token and its drafts.
+        topk: drafts that may follow one token; above 1 they form a tree.
+        draft_head: file of the head for `eagle`; None for the one that the package brings for the model.
+        read_every: passes between two reads by the host. More of them cost less, and text comes in larger pieces.
         page_size: tokens in a page of the cache.
         num_pages: pages of the cache, page 0 included, which is reserved; None for as many as are needed.
         chunk_size: longer prompts are read in chunks of so many tokens.
         kv_dtype: what the cache stores, one of `jaxattn.checks.STORED_DTYPES`; None for the dtype of the model. Of
             the 8-bit ones, int8 and float8, the scales are the checkpoint's where it has some; else int8 is scaled by
-            what the first chunk of the prompts needs and float8 is not scaled.
+            what the prompts need and float8 is not scaled.
         implementation: of attention; None for the default of the device.
         routing: the switches of `jaxattn.routing`; None for unified attention everywhere.
 
@@ -54,8 +68,11 @@ class GenerationOptions:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
-    speculative: Literal["off", "ngram"] = "off"
+    speculative: Literal["off", "ngram", "eagle", "mtp"] = "off"
     num_draft_tokens: int = 4
+    topk: int = 1
+    draft_head: str | None = None
+    read_every: int = 1
     page_size: int = 16
     num_pages: int | None = None
     chunk_size: int = 512
@@ -65,6 +82,7 @@ class GenerationOptions:
 
     def __post_init__(self):
         least = {"max_new_tokens": 1, "page_size": 1, "chunk_size": 1, "seed": 0, "num_draft_tokens": 2}
+        least |= {"topk": 1, "read_every": 1}
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name}: expected at least {minimum}, got {getattr(self, name)}")
@@ -76,17 +94,10 @@ class GenerationOptions:
             raise ValueError(f"temperature: expected 0 (most likely token) or more, got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p: expected a number above 0 and at most 1, got {self.top_p}")
-        if self.speculative not in SPECULATIVE:
-            raise ValueError(
-                f"speculative: expected one of {', '.join(SPECULATIVE)}, got {self.speculative!r}"
-            )
+        if self.speculative not in METHODS:
+            raise ValueError(f"speculative: expected one of {', '.join(METHODS)}, got {self.speculative!r}")
         if self.kv_dtype is not None and self.kv_dtype not in STORED_DTYPES:
             raise ValueError(f"kv_dtype: expected one of {', '.join(STORED_DTYPES)}, got {self.kv_dtype!r}")
-
-    @property
-    def rows_per_step(self) -> int:
-        """Query rows of a sequence in a decode or verify step."""
-        return self.num_draft_tokens if self.speculative == "ngram" else 1
 
     @property
     def attention(self) -> tuple[tuple[str, Any], ...]:
@@ -97,12 +108,12 @@ class GenerationOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What one pass of the model gave one sequence.
+    """What the passes between two reads gave one sequence.
 
     Attributes:
         sequence: index of the prompt.
         tokens: new tokens, without the stop token and without what is beyond the limit.
-        accepted: tokens that the pass gave, before they were cut.
+        accepted: tokens that the passes gave, before they were cut.
         finish: why the sequence ended: `stop` token, `length` limit or end of the model's `context`; None if it
             goes on.
     """
@@ -111,6 +122,8 @@ class Piece:
     tokens: tuple[int, ...]
     accepted: int
     finish: Literal["stop", "length", "context"] | None = None
+    # Passes that gave it.
+    passes: int = 1
 
 
 def generate(
@@ -118,8 +131,8 @@ def generate(
 ) -> Iterator[Piece]:
     """Generate from all `prompts` at once, and yield the tokens of each as they come.
 
-    The first piece of a sequence comes from the pass that ends its prompt, each later one from a decode or verify
-    pass. A sequence that has ended takes no part in later passes.
+    The first piece of a sequence comes from the pass that ends its prompt, each later one from decode or verify
+    passes. A sequence that has ended takes no part in later passes.
 
     Args:
         model: the model; its stop tokens are those of its tokeniser.
@@ -129,11 +142,19 @@ def generate(
     Raises:
         ValueError: a prompt is empty, holds an id outside the vocabulary or leaves no room in the model's context.
         PoolExhaustedError: the batch needs more pages than `options.num_pages`.
-        JaxattnError: the model's logits were not finite.
+        JaxattnError: the model's logits were not finite, or it cannot draft as `options.speculative` says.
     """
     options = GenerationOptions() if options is None else options
-    batch = plan_batch(model, prompts, options)
-    return _run(model, batch, options)
+    drafting = drafting_for(
+        options.speculative,
+        model,
+        num_draft_tokens=options.num_draft_tokens,
+        topk=options.topk,
+        attention=options.attention,
+        head=options.draft_head,
+    )
+    batch = plan_batch(model, prompts, options, lookahead(drafting.drafter))
+    return _run(model, batch, drafting, options)
 
 
 def mean_accepted_length(pieces: Sequence[Piece]) -> float | None:
@@ -144,12 +165,13 @@ def mean_accepted_length(pieces: Sequence[Piece]) -> float | None:
         >>> mean_accepted_length([Piece(0, (5,), 1), Piece(0, (6, 7), 2), Piece(0, (8,), 1, "length")])
         1.5
     """
-    seen, accepted = set(), []
+    seen, accepted, passes = set(), 0, 0
     for piece in pieces:
         if piece.sequence in seen:
-            accepted.append(piece.accepted)
+            accepted += piece.accepted
+            passes += piece.passes
         seen.add(piece.sequence)
-    return sum(accepted) / len(accepted) if accepted else None
+    return accepted / passes if passes else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,18 +183,28 @@ class Batch:
         limits: new tokens that each sequence may get.
         context_bound: sequences whose limit is the model's context.
         num_pages: pages of the cache.
-        slots: slot of each token of each sequence, -1 where it has none.
+        pages: pages of each sequence.
+        max_context_len: width of the token buffer.
     """
 
     prompts: tuple[tuple[int, ...], ...]
     limits: tuple[int, ...]
     context_bound: tuple[bool, ...]
     num_pages: int
-    slots: Int64[np.ndarray, "S C"]
+    pages: tuple[Int64[np.ndarray, "pages"], ...]
+    max_context_len: int
 
 
-def plan_batch(model: Model, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> Batch:
+def plan_batch(
+    model: Model, prompts: Sequence[Sequence[int]], options: GenerationOptions, lookahead: int
+) -> Batch:
     """Check the prompts and give each sequence the pages for all tokens that it may get.
+
+    Args:
+        model: the model.
+        prompts: token ids.
+        options: how to generate.
+        lookahead: tokens behind the known ones that a pass writes.
 
     Raises:
         ValueError: see `generate`.
@@ -193,21 +225,18 @@ def plan_batch(model: Model, prompts: Sequence[Sequence[int]], options: Generati
             raise ValueError(f"prompt {i + 1}: expected token ids in [0, {config.vocab_size})")
     room = [config.context_length - len(prompt) for prompt in prompts]
     limits = [min(options.max_new_tokens, left) for left in room]
-    totals = [len(p) + limit + options.rows_per_step - 1 for p, limit in zip(prompts, limits, strict=True)]
-    counts = [cdiv(total, options.page_size) for total in totals]
+    totals = [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)]
+    # A last pass starts one token before the limit.
+    counts = [cdiv(total - 1 + lookahead, options.page_size) for total in totals]
     num_pages = options.num_pages or RESERVED_PAGES + bucket(sum(counts), least=8)
-    pool = PagePool(num_pages)
-    slots = np.full((len(prompts), bucket(max(totals), least=256)), -1, np.int64)
-    for row, total, pages in zip(
-        slots, totals, np.split(pool.allocate(sum(counts)), np.cumsum(counts)[:-1]), strict=True
-    ):
-        row[:total] = (pages[:, None] * options.page_size + np.arange(options.page_size)).reshape(-1)[:total]
+    pages = PagePool(num_pages).allocate(sum(counts))
     return Batch(
         prompts=tuple(tuple(prompt) for prompt in prompts),
         limits=tuple(limits),
         context_bound=tuple(options.max_new_tokens > left for left in room),
         num_pages=num_pages,
-        slots=slots,
+        pages=tuple(np.split(pages, np.cumsum(counts)[:-1])),
+        max_context_len=bucket(max(totals), least=256),
     )
 
 
@@ -229,49 +258,27 @@ def bucket(size: int, least: int) -> int:
     return width
 
 
-def prefill_chunks(lengths: Sequence[int], chunk_size: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Cut prompts into chunks of at most `chunk_size` tokens in all: first and last token of each sequence.
-
-    Example:
-        >>> from jaxattn.generate import prefill_chunks
-        >>> list(prefill_chunks([3, 4], chunk_size=5))
-        [([0, 0], [3, 2]), ([3, 2], [3, 4])]
-    """
-    start = [0] * len(lengths)
-    while start != list(lengths):
-        stop, left = list(start), chunk_size
-        for i, length in enumerate(lengths):
-            stop[i] = min(length, start[i] + left)
-            left -= stop[i] - start[i]
-        yield start, stop
-        start = stop
-
-
-def _run(model: Model, batch: Batch, options: GenerationOptions) -> Iterator[Piece]:
-    settings: dict[str, Any] = {"page_size": options.page_size, "options": options.attention}
-    step = settings | {"num_draft_tokens": options.rows_per_step}
-    count = len(batch.prompts)
-    sampling = None
-    if options.temperature > 0:
-        sampling = SamplingParams.create(
-            count, temperature=options.temperature, top_p=options.top_p, seed=options.seed
-        )
-    state = _start(model, batch, options)
-    generated, live = np.zeros(count, np.int64), np.ones(count, bool)
+def _run(model: Model, batch: Batch, drafting: Drafting, options: GenerationOptions) -> Iterator[Piece]:
+    decoder = SpeculativeDecoder(
+        target=ProgramTarget(model.program, options.attention),
+        drafter=drafting.drafter,
+        sampled=options.temperature > 0,
+        prefill_chunk=min(bucket(sum(map(len, batch.prompts)), least=16), options.chunk_size),
+    )
+    weights = Weights(model.weights, drafting.weights)
+    state = _start(model, batch, decoder, drafting, options)
+    seen = _Seen.of_prompts(batch)
     if max(batch.limits) > 1:
         # Compiled while the prompts are compiled for and read: the text goes on seconds sooner.
-        lowered = decode_step.lower(model.program, model.weights, state, live, sampling, **step)
-        beside = threading.Thread(target=_compile_quietly, args=[lowered])
+        beside = threading.Thread(target=_compile_quietly, args=[decoder.lower(weights, state)])
         beside.start()
-    for chunk in _prefill_rows(batch, options.chunk_size):
-        state, emitted = prefill_chunk(model.program, model.weights, state, *chunk, sampling, **settings)
-        if (chunk[2] == [len(prompt) for prompt in batch.prompts]).any():
-            yield from _pieces(model, batch, emitted, generated, live)
-    if live.any():
+    state = decoder.prefill(weights, state)
+    seen = yield from _pieces(model, batch, seen, state)
+    if seen.live.any():
         beside.join()
-    while live.any():
-        state, emitted = decode_step(model.program, model.weights, state, live.copy(), sampling, **step)
-        yield from _pieces(model, batch, emitted, generated, live)
+    while seen.live.any():
+        state = decoder.run(weights, state, options.read_every)
+        seen = yield from _pieces(model, batch, seen, state)
 
 
 def _compile_quietly(lowered) -> None:
@@ -280,60 +287,55 @@ def _compile_quietly(lowered) -> None:
         lowered.compile()
 
 
-def _pieces(model: Model, batch: Batch, emitted: Emitted, generated, live) -> Iterator[Piece]:
-    """Read what a step emitted, cut it at stop tokens and limits, and book it in `generated` and `live`."""
-    host = jax.device_get(emitted)
-    if not host.sound.all():
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """What the host knows of each row: tokens, tokens in the cache, passes, and whether it goes on."""
+
+    lengths: Int64[np.ndarray, "S"]
+    cached: Int64[np.ndarray, "S"]
+    passes: Int64[np.ndarray, "S"]
+    live: Bool[np.ndarray, "S"]
+
+    @classmethod
+    def of_prompts(cls, batch: Batch) -> "_Seen":
+        lengths = np.asarray([len(prompt) for prompt in batch.prompts])
+        # As if a pass before the prompt's had cached all but its last token.
+        return cls(lengths, lengths - 1, np.full_like(lengths, -1), np.ones(len(lengths), bool))
+
+
+def _pieces(model: Model, batch: Batch, before: _Seen, state: DecoderState) -> Generator[Piece, None, _Seen]:
+    """Read what each sequence got since `before`, and return what is known now."""
+    history, lengths, cached, passes, live, sound = jax.device_get(
+        (state.history, state.lengths, state.cached, state.passes, state.live, state.sound)
+    )
+    if not sound.all():
         raise JaxattnError(
-            f"the logits of prompt {int(np.argmin(host.sound)) + 1} are not finite: the weights are damaged, or the "
+            f"the logits of prompt {int(np.argmin(sound)) + 1} are not finite: the weights are damaged, or the "
             "dtype of the model or of the cache is too narrow for it"
         )
     stop_ids = model.codec.stop_ids if model.codec is not None else frozenset()
-    for i in np.flatnonzero(host.counts):
-        accepted = host.tokens[i, : host.counts[i]].tolist()
-        tokens = accepted[: batch.limits[i] - generated[i]]
-        stop = next((at for at, token in enumerate(tokens) if token in stop_ids), None)
-        tokens = tokens[:stop]
-        generated[i] += len(tokens)
+    for i in np.flatnonzero(before.live):
+        tokens = history[i, before.lengths[i] : lengths[i]].tolist()
         finish = None
-        if stop is not None:
-            finish = "stop"
-        elif generated[i] == batch.limits[i]:
+        if tokens[-1] in stop_ids:
+            finish, tokens = "stop", tokens[:-1]
+        elif not live[i]:
             finish = "context" if batch.context_bound[i] else "length"
-        live[i] = finish is None
-        yield Piece(int(i), tuple(tokens), len(accepted), finish)
+        accepted, count = int(cached[i] - before.cached[i]), int(passes[i] - before.passes[i])
+        yield Piece(int(i), tuple(tokens), accepted, finish, count)
+    return _Seen(lengths, cached, passes, live)
 
 
-def _prefill_rows(batch: Batch, chunk_size: int):
-    """The `rows`, `cu_seqlens_q` and `seqused_k` of each chunk."""
-    lengths = [len(prompt) for prompt in batch.prompts]
-    width = min(bucket(sum(lengths), least=16), chunk_size)
-    for start, stop in prefill_chunks(lengths, width):
-        rows = np.zeros(width, np.int32)
-        taken = [
-            token for prompt, a, b in zip(batch.prompts, start, stop, strict=True) for token in prompt[a:b]
-        ]
-        rows[: len(taken)] = taken
-        cu_seqlens_q = np.cumsum([0, *(b - a for a, b in zip(start, stop, strict=True))]).astype(np.int32)
-        yield rows, cu_seqlens_q, np.asarray(stop, np.int32)
-
-
-def _start(model: Model, batch: Batch, options: GenerationOptions) -> DecodeState:
+def _start(
+    model: Model, batch: Batch, decoder: SpeculativeDecoder, drafting: Drafting, options: GenerationOptions
+) -> DecoderState:
     dtype = jnp.dtype(model.dtype if options.kv_dtype is None else options.kv_dtype)
-    if dtype != jnp.int8:
-        return _empty_state(model, batch, options, dtype, **_checkpoint_descales(model, dtype))
-    first = next(_prefill_rows(batch, options.chunk_size))
-    trial, _ = prefill_chunk(
-        model.program,
-        model.weights,
-        _empty_state(model, batch, options, jnp.float32),
-        *first,
-        None,
-        page_size=options.page_size,
-        options=options.attention,
-    )
-    descales = {f"{side}_descale": int8_descales(getattr(trial.cache, side)) for side in ("k", "v")}
-    return _empty_state(model, batch, options, dtype, **descales)
+    descales = _checkpoint_descales(model, dtype)
+    if dtype == jnp.int8 and not descales:
+        trial = _filling_state(model, batch, decoder, drafting, options, jnp.dtype(jnp.float32))
+        trial = decoder.prefill(Weights(model.weights, drafting.weights), trial)
+        descales = {f"{side}_descale": int8_descales(getattr(trial.cache, side)) for side in ("k", "v")}
+    return _filling_state(model, batch, decoder, drafting, options, dtype, **descales)
 
 
 def _checkpoint_descales(model: Model, dtype) -> dict[str, list[float]]:
@@ -351,20 +353,34 @@ def int8_descales(pages: Sequence[jax.Array]) -> list[jax.Array]:
     ]
 
 
-def _empty_state(model: Model, batch: Batch, options: GenerationOptions, dtype, **descales) -> DecodeState:
-    tokens = np.zeros(batch.slots.shape, np.int32)
-    for row, prompt in zip(tokens, batch.prompts, strict=True):
-        row[: len(prompt)] = prompt
-    return DecodeState(
-        tokens=jnp.asarray(tokens),
-        lengths=jnp.asarray([len(prompt) for prompt in batch.prompts], jnp.int32),
-        slots=index64(as_index)(batch.slots, "slots"),
+def _filling_state(
+    model: Model,
+    batch: Batch,
+    decoder: SpeculativeDecoder,
+    drafting: Drafting,
+    options: GenerationOptions,
+    dtype,
+    **descales,
+) -> DecoderState:
+    """A state in which every row has its prompt, its pages and its limits."""
+    count = len(batch.prompts)
+    pool = {"num_pages": batch.num_pages, "page_size": options.page_size}
+    state = empty_state(
+        num_seqs=count,
+        max_context_len=batch.max_context_len,
+        lookahead=decoder.lookahead,
         cache=model.program.allocate_cache(
-            model.program.config,
-            num_seqs=len(batch.prompts),
-            num_pages=batch.num_pages,
-            page_size=options.page_size,
-            dtype=dtype,
-            **descales,
+            model.program.config, num_seqs=count, dtype=dtype, **pool, **descales
         ),
+        draft=drafting.empty_state(count, dtype=model.dtype, **pool),
+        page_size=options.page_size,
     )
+    stop_tokens = sorted(model.codec.stop_ids) if model.codec is not None else ()
+    for row, (prompt, limit, pages) in enumerate(zip(batch.prompts, batch.limits, batch.pages, strict=True)):
+        state = admit(state, row, prompt, max_new_tokens=limit, pages=pages, stop_tokens=stop_tokens)
+    if options.temperature == 0:
+        return state
+    sampling = SamplingParams.create(
+        count, temperature=options.temperature, top_p=options.top_p, seed=options.seed
+    )
+    return dataclasses.replace(state, sampling=sampling)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import tiny_models
 
-from jaxattn import decoding
 from jaxattn.errors import JaxattnError, PoolExhaustedError
 from jaxattn.generate import (
     GenerationOptions,
@@ -19,6 +18,7 @@ from jaxattn.generate import (
     plan_batch,
 )
 from jaxattn.models.tokenizer import TextCodec
+from jaxattn.speculative import decoder as loop
 
 # Prompts of any length share one compiled prefill, and all batches of a size one pool.
 CHUNK, NUM_PAGES = 16, 160
@@ -183,39 +183,10 @@ def test_int8_descales_hold_the_largest_value_with_room():
 def test_one_compilation_serves_batches_that_differ_only_in_values():
     model = tiny_models.load(SMALL)
     run(model, PROMPTS)
-    before = decoding.prefill_chunk._cache_size(), decoding.decode_step._cache_size()
+    before = loop._prefill._cache_size(), loop._run._cache_size()
     run(model, [prompt[::-1] for prompt in PROMPTS][::-1], max_new_tokens=9)
     run(model, [[1], [2, 3], [4], [5] * 70], max_new_tokens=12)
-    assert (decoding.prefill_chunk._cache_size(), decoding.decode_step._cache_size()) == before
-
-
-def test_a_donated_step_holds_no_copy_of_the_cache():
-    model = tiny_models.load(SMALL)
-    config = model.program.config
-    cache = jax.eval_shape(
-        lambda: model.program.allocate_cache(config, num_pages=4096, page_size=16, dtype=jnp.float32)
-    )
-    with jax.enable_x64(True):
-        slots = jax.ShapeDtypeStruct((2, 256), jnp.int64)
-    state = decoding.DecodeState(
-        tokens=jax.ShapeDtypeStruct((2, 256), jnp.int32),
-        lengths=jax.ShapeDtypeStruct((2,), jnp.int32),
-        slots=slots,
-        cache=cache,
-    )
-    compiled = decoding.decode_step.lower(
-        model.program,
-        model.weights,
-        state,
-        np.ones(2, bool),
-        None,
-        page_size=16,
-        num_draft_tokens=4,
-    ).compile()
-    memory = compiled.memory_analysis()
-    nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-    assert memory.alias_size_in_bytes >= nbytes
-    assert memory.temp_size_in_bytes < nbytes / 16
+    assert (loop._prefill._cache_size(), loop._run._cache_size()) == before
 
 
 def test_results_do_not_depend_on_x64():
@@ -231,12 +202,13 @@ def test_a_pool_that_is_too_small_says_what_it_has():
         generate(model, [tiny_models.prompt(SMALL)], options(num_pages=3))
 
 
-def test_each_token_of_a_batch_has_a_slot_of_its_own():
-    batch = plan_batch(tiny_models.load(SMALL), PROMPTS, options(page_size=3, speculative="ngram"))
-    slots = batch.slots[batch.slots >= 0]
-    assert len(set(slots)) == len(slots) == sum(len(prompt) + 16 + 3 for prompt in PROMPTS)
-    assert slots.min() >= 3
-    assert slots.max() < 3 * batch.num_pages
+def test_each_sequence_has_pages_of_its_own_for_all_its_tokens():
+    batch = plan_batch(tiny_models.load(SMALL), PROMPTS, options(page_size=3), lookahead=4)
+    pages = np.concatenate(batch.pages)
+    assert len(set(pages)) == len(pages)
+    assert [len(own) for own in batch.pages] == [-(-(len(prompt) + 16 + 3) // 3) for prompt in PROMPTS]
+    assert pages.min() >= 1
+    assert pages.max() < batch.num_pages
 
 
 @pytest.mark.parametrize(
@@ -268,6 +240,8 @@ def test_prompts_that_cannot_be_read_are_refused(prompts, message):
         {"seed": -1},
         {"num_pages": 1},
         {"speculative": "eagles"},
+        {"topk": 0},
+        {"read_every": 0},
         {"kv_dtype": "int4"},
     ],
 )
