@@ -165,7 +165,7 @@ def attention_constants(problem: AttentionProblem, step: Launch, *, fill: bool) 
         bare_tiles=step.choice.bare or problem.ancestors is not None,
         overlapped=step.choice.overlapped,
         paired_values=paired,
-        k_unpack=unpack(problem.k_cache.dtype)[0] if unpacks and head_dim % 4 == 0 else "",
+        k_unpack=unpack(problem.k_cache.dtype)[0] if unpacks and head_dim % 4 == 0 and head_dim > 16 else "",
         v_unpack=unpack(problem.v_cache.dtype)[1] if unpacks and paired else "",
         issue_barrier=table.issue_barrier,
         fill=fill,
