@@ -1,6 +1,6 @@
 """Measures attention shapes with our implementations and the installed peers.
 
-    python -m bench.run [--shape NAME ...] [--group decode|fp8|prefill] [--implementation triton pallas xla]
+    python -m bench.run [--shape NAME ...] [--group decode|fp8|prefill] [--implementation triton xla]
                         [--peers fa3 cudnn aiter] [--json out.json]
 
 Every result is checked against a float64 computation first; no speed is printed for a wrong answer.

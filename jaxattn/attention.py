@@ -19,7 +19,7 @@ from jaxattn.problem import AttentionProblem
 from jaxattn.routing import AttentionConfig, route
 
 Scale = Float[Array, "..."] | Float[np.ndarray, "..."] | float | np.floating
-IMPLEMENTATIONS = ("triton", "pallas", "xla", "reference")
+IMPLEMENTATIONS = ("triton", "xla", "reference")
 
 
 @index64
@@ -74,7 +74,7 @@ def unified_attention(
             saturate, int8 rounds to nearest even.
         return_lse: also return the natural log-sum-exp of each row, the sink included.
         batch_invariant: make the bits of a row independent of its batch and of the mode that computes it.
-        implementation: `"triton"`, `"pallas"`, `"xla"`, `"reference"`, or several of them to be tried in order.
+        implementation: `"triton"`, `"xla"`, `"reference"`, or several of them to be tried in order.
             By default Triton, Pallas, XLA on a GPU and XLA on a CPU.
         config: switches that may route a mode to the dense path, see `jaxattn.routing`; None for no routing.
 
@@ -138,7 +138,7 @@ def _load(name: str) -> ModuleType:
 def _candidates(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
     """Return the implementations to try, in order."""
     if implementation is None:
-        return ("triton", "pallas", "xla") if jax.default_backend() == "gpu" else ("xla",)
+        return ("triton", "xla") if jax.default_backend() == "gpu" else ("xla",)
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     unknown = [name for name in names if name not in IMPLEMENTATIONS]
     if unknown or not names:
