@@ -75,7 +75,7 @@ def unified_attention(
         return_lse: also return the natural log-sum-exp of each row, the sink included.
         batch_invariant: make the bits of a row independent of its batch and of the mode that computes it.
         implementation: `"triton"`, `"xla"`, `"reference"`, or several of them to be tried in order.
-            By default Triton, Pallas, XLA on a GPU and XLA on a CPU.
+            By default Triton, else XLA, on a GPU and XLA on a CPU.
         config: switches that may route a mode to the dense path, see `jaxattn.routing`; None for no routing.
 
     Returns:
