@@ -109,7 +109,9 @@ def gather_keys(
     def gather(cache):
         # Keeps XLA from widening the whole cache ahead of the caller's loop where a CPU lacks its format.
         cache, pages = jax.lax.optimization_barrier((cache, physical))
-        values = cache.at[pages].get(mode="promise_in_bounds")  # [B, pages, P, K, width]
+        values = cache.at[pages].get(
+            mode="promise_in_bounds", wrap_negative_indices=False
+        )  # [B, pages, P, K, width]
         values = values.reshape(*key.shape, num_kv_heads, cache.shape[3]).astype(jnp.float32)
         return jnp.where(live[..., None, None], values, jnp.float32(0))
 

@@ -104,7 +104,10 @@ def _tile_pages(problem: AttentionProblem, block_rows: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(pages))
 
 
-def _attend_rows(problem: AttentionProblem, rows: _blocks.QueryRows, tiles: tuple[int, ...]):
+def _attend_rows(
+    problem: AttentionProblem, rows: _blocks.QueryRows, tiles: tuple[int, ...]
+) -> tuple[Num[Array, "B Q H Dv"], Float32[Array, "B Q H"]]:
+    """Attend from one group of blocks to its keys, with an online softmax."""
     q = _blocks.scaled_queries(problem, rows)
     start, stop = _blocks.key_range(problem, rows)
     page = start // problem.page_size
