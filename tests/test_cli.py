@@ -257,7 +257,6 @@ def test_doctor_reports_versions_implementations_and_routing(capsys, monkeypatch
         "cpu 0",
         "2147483653 arrived as -2147483643",
         "xla        usable",
-        "not usable: ",
         "target_verify unified",
         "ok       tables beyond 2^33 slots",
         "skipped  xla, a pool beyond 2^31 elements: it needs 3.3 GiB of memory, 1.0 GiB are free",
