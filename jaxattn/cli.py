@@ -114,12 +114,19 @@ def _add_generate(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     return _run_generate
 
 
+def _add_inspect(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], None]:
+    parser.add_argument("path", metavar="PATH", help="a folder with config.json and safetensors shards")
+    parser.add_argument("--quantization", metavar="METHOD", help="its config.json's by default")
+    return _run_inspect
+
+
 def _add_doctor(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], None]:
     return _run_doctor
 
 
 _COMMANDS = {
     "generate": ("Write text with a model, from a paged KV cache.", _add_generate),
+    "inspect": ("List the tensors of a checkpoint, the form of each and why.", _add_inspect),
     "doctor": ("Say what works here and why, and test that no index wraps.", _add_doctor),
 }
 
@@ -128,6 +135,12 @@ def _run_generate(arguments: argparse.Namespace) -> None:
     from jaxattn.console import generate_text
 
     generate_text(arguments, sys.stdout, sys.stderr)
+
+
+def _run_inspect(arguments: argparse.Namespace) -> None:
+    from jaxattn.inspect import inspect_checkpoint
+
+    inspect_checkpoint(arguments.path, arguments.quantization, sys.stdout)
 
 
 def _run_doctor(arguments: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ import shutil
 import struct
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -81,3 +82,15 @@ def packed(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     codes = np.lexsort((np.broadcast_to(odd, gap.shape), gap), axis=-1)[..., 0].astype(np.uint8)
     codes = np.where((codes > 0) & (scaled < 0), codes | 8, codes).reshape(weight.shape)
     return codes[..., 0::2] | codes[..., 1::2] << 4, scale
+
+
+def trees(model):
+    """All weights of a loaded model."""
+    return model.weights, model.mtp
+
+
+def same(a, b):
+    """Whether two trees hold the same weights in the same forms."""
+    a, b = jax.device_get((a, b))
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from checkpoints import DATA, edited, read_tensors
 
+from jaxattn import cli
 from jaxattn.errors import CheckpointError, UnsupportedError
 from jaxattn.quantization import (
     ExcludeList,
@@ -261,6 +262,17 @@ def test_every_committed_checkpoint_agrees_with_its_config():
         report = load_report(DATA / name)
         assert report.counts() == counts, name
         assert not report.disagreements, name
+
+
+def test_inspect_prints_the_report_and_refuses_what_is_no_checkpoint(capsys):
+    assert cli.main(["inspect", str(DATA / MOE), "--quantization", "quark"]) == 0
+    assert capsys.readouterr().out == load_report(DATA / MOE).table() + "\n"
+    assert cli.main(["inspect", "no-such-folder"]) == 2
+    assert capsys.readouterr().err == (
+        "jaxattn: no-such-folder: expected a folder with config.json and safetensors shards\n"
+    )
+    assert cli.main(["inspect", str(DATA / MOE), "--quantization", "awq"]) == 2
+    assert "expected one of fp8, mxfp4, none, quark" in capsys.readouterr().err
 
 
 def drop(name):

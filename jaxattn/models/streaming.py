@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Float32, Shaped
 
 from jaxattn.errors import CheckpointError
 from jaxattn.models.safetensors import StoredTensor
@@ -24,6 +24,8 @@ from jaxattn.quantization.exclude import spellings
 from jaxattn.quantization.fp8 import Fp8Weight
 from jaxattn.quantization.mxfp4 import Mxfp4Weight
 
+# What is read at a time where only a part of each row is kept.
+BLOCK_BYTES = 1 << 26
 Rows = slice | tuple[int, ...]
 # From the path of a weight in the tree and its logical shape, its sharding; a packed weight is sharded like the
 # matrix that it stands for.
@@ -62,6 +64,12 @@ class WeightSpec:
     dtype: Any = None
     linear: bool = False
     transform: Callable[[Shaped[np.ndarray, "..."]], Shaped[np.ndarray, "..."]] | None = None
+
+    def __post_init__(self):
+        if len(self.sources) > 1 and (self.transform or any(source.rows for source in self.sources)):
+            raise ValueError(
+                "sources: expected whole tensors where there are several, got rows or a transform"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +143,8 @@ def load_tree(
 ) -> Any:
     """Read every planned weight into device buffers, one tensor at a time.
 
-    The host holds at most one tensor: each is read from its shard into a buffer, or into one buffer per device
-    shard, and released once it is on the device.
+    The host holds at most one tensor, read from its shard into a buffer that serves all of them, and of a sharded
+    weight one device's rows.
 
     Args:
         planned: what `plan_weights` returned.
@@ -150,13 +158,13 @@ def load_tree(
     Returns:
         The tree of arrays, `Mxfp4Weight` and `Fp8Weight`.
     """
-    place = sharding or (lambda path, shape: None)
+    place, host = sharding or (lambda path, shape: None), HostBuffer()
 
     def load(path, weight: PlannedWeight):
         name = "/".join(
             str(getattr(key, "name", getattr(key, "idx", getattr(key, "key", key)))) for key in path
         )
-        reader = _Reader(weight, tensors, place(name, weight.spec.shape))
+        reader = _Reader(weight, tensors, place(name, weight.spec.shape), host)
         value = reader.read_as(weight.form, weight.spec.dtype or dtype, emulate_activations)
         form = _form_on_load(weight, on_load)
         if form is not None:
@@ -174,28 +182,66 @@ def _form_on_load(weight: PlannedWeight, config: QuantizationConfig | None) -> s
     return None if form == PLAIN else form
 
 
-def read_stored(tensor: StoredTensor, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
-    """Read a tensor, or a range of its first axis, from its shard into host memory.
+class HostBuffer:
+    """One buffer that tensor after tensor is read into, so that the host holds the largest of them and no more.
+
+    Arrays of their own would pile up: JAX gives up its hold on a host array some calls after it has copied it.
+    """
+
+    def __init__(self):
+        self._bytes = np.empty(0, np.uint8)
+
+    def view(self, shape: tuple[int, ...], dtype: np.dtype) -> Shaped[np.ndarray, "..."]:
+        """An array over the buffer, which the next one overwrites."""
+        size = math.prod(shape) * dtype.itemsize
+        if self._bytes.size < size + 16:
+            del self._bytes
+            self._bytes = np.empty(size + 16, np.uint8)
+        # On a CPU JAX takes an array at a multiple of 16 bytes over as it is instead of copying it.
+        start = (8 - self._bytes.ctypes.data) % 16
+        return self._bytes[start : start + size].view(dtype).reshape(shape)
+
+
+def read_stored(
+    tensor: StoredTensor, index: tuple[slice, ...] = (), host: HostBuffer | None = None
+) -> Shaped[np.ndarray, "..."]:
+    """Read a tensor, or a part of it, from its shard into host memory.
+
+    Args:
+        tensor: where it lies.
+        index: a range of each leading axis, in steps of 1. Of the file only what the range of the first axis covers
+            is read, and in blocks where the other ranges leave something out.
+        host: what to read into; an array of its own by default.
 
     Raises:
         CheckpointError: the shard ends before the tensor does.
     """
-    shape, offset = tensor.shape, 0
-    if shape and rows != slice(None):
-        start, stop, _ = rows.indices(shape[0])
-        shape, offset = (stop - start, *shape[1:]), start * (tensor.nbytes // max(1, shape[0]))
-    array = np.empty(shape, tensor.dtype)
-    view, done = memoryview(array.reshape(-1).view(np.uint8)), 0
+    ranges = [range(*span.indices(size)) for span, size in zip(index, tensor.shape, strict=False)]
+    shape = (*map(len, ranges), *tensor.shape[len(ranges) :])
+    array = np.empty(shape, tensor.dtype) if host is None else host.view(shape, tensor.dtype)
+    row_bytes = tensor.nbytes // max(1, tensor.shape[0]) if tensor.shape else tensor.nbytes
+    first = ranges[0].start if ranges else 0
     with tensor.path.open("rb", buffering=0) as file:
-        file.seek(tensor.offset + offset)
-        while done < array.nbytes:
-            count = file.readinto(view[done:])
-            if not count:
-                raise CheckpointError(
-                    f"{tensor.path}: truncated inside the tensor {tensor.name}; fetch it again"
-                )
-            done += count
+        if shape[1:] == tensor.shape[1:]:
+            file.seek(tensor.offset + first * row_bytes)
+            _fill(array, file, tensor)
+            return array
+        rows = max(1, BLOCK_BYTES // row_bytes)
+        for start in range(0, shape[0], rows):
+            block = np.empty((min(rows, shape[0] - start), *tensor.shape[1:]), tensor.dtype)
+            file.seek(tensor.offset + (first + start) * row_bytes)
+            _fill(block, file, tensor)
+            array[start : start + rows] = block[(slice(None), *index[1:])]
     return array
+
+
+def _fill(array: Shaped[np.ndarray, "..."], file, tensor: StoredTensor) -> None:
+    view, done = memoryview(array.reshape(-1).view(np.uint8)), 0
+    while done < array.nbytes:
+        count = file.readinto(view[done:])
+        if not count:
+            raise CheckpointError(f"{tensor.path}: truncated inside the tensor {tensor.name}; fetch it again")
+        done += count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +251,7 @@ class _Reader:
     weight: PlannedWeight
     tensors: Mapping[str, StoredTensor]
     sharding: jax.sharding.Sharding | None
+    host: HostBuffer
 
     def read_as(self, form: str, dtype, emulate: bool) -> Array | Mxfp4Weight | Fp8Weight:
         if form == MXFP4:
@@ -242,7 +289,7 @@ class _Reader:
     def _row_scales(self, leaf: forms.Leaf, source: Source) -> np.ndarray:
         """The weight scale as float32 `[..., rows]` or `[..., 1]`."""
         batch, rows = leaf.shape[:-2], leaf.shape[-2]
-        stored = self._read(leaf.scale).astype(np.float32)
+        stored = self._small(leaf.scale)
         per_row = stored.size == rows * max(1, int(np.prod(batch))) and rows > 1
         scale = stored.reshape(*batch, rows if per_row else 1)
         return scale[..., _selector(source.rows)] if per_row and source.rows is not None else scale
@@ -257,51 +304,53 @@ class _Reader:
             raise CheckpointError(
                 f"expected an input_scale for each tensor of one weight, found none for {missing}"
             )
-        scales = np.stack([self._read(name).astype(np.float32).reshape(()) for name in names])
+        scales = np.stack([self._small(name).reshape(()) for name in names])
         return jnp.asarray(scales if len(names) > 1 else scales[0])
 
-    def _read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        return read_stored(self.tensors[name], rows)
+    def _small(self, name: str) -> Float32[np.ndarray, "..."]:
+        return read_stored(self.tensors[name]).astype(np.float32)
 
     def _assemble(self, names: list[str], shape: tuple[int, ...]) -> Array:
         """One device array of `shape` from the tensors `names`, one for each entry of its first axis or one in all."""
-        picks = [source.rows for source in self.weight.spec.sources]
+        rows, transform = self.weight.spec.sources[0].rows, self.weight.spec.transform
+        if transform is not None:
+            return jax.device_put(transform(read_stored(self.tensors[names[0]])), self.sharding)
+        sharding = self.sharding or jax.device_put(0).sharding
+        if rows is not None:
+            return jax.device_put(_select(self._copy(names[0], (), None), rows), sharding)
+        spans: dict[jax.Device, tuple[slice, ...]] = {
+            device: tuple(slice(*span.indices(size)[:2]) for span, size in zip(index, shape, strict=True))
+            for device, index in sharding.addressable_devices_indices_map(shape).items()
+        }
         if len(names) == 1:
-            return self._single(names[0], picks[0], shape)
-        dtype = self.tensors[names[0]].dtype
-        buffer = _zeros(shape, dtype.name, self.sharding)
-        insert = _insert(self.sharding)
-        for i, (name, rows) in enumerate(zip(names, picks, strict=True)):
-            part = _select(self._read(name), rows)
-            buffer = insert(buffer, part, np.int32(i))
-            # Otherwise the host would run ahead and hold the parts that still wait for their transfer.
-            buffer.block_until_ready()
-        return buffer
-
-    def _single(self, name: str, rows: Rows | None, shape: tuple[int, ...]) -> Array:
-        transform = self.weight.spec.transform
-        if self.sharding is None or rows is not None or transform is not None:
-            value = _select(self._read(name), rows)
-            array = jax.device_put(value if transform is None else transform(value), self.sharding)
+            parts = [self._copy(names[0], index, device) for device, index in spans.items()]
         else:
-            array = jax.make_array_from_callback(
-                shape, self.sharding, lambda index: self._read(name, index[0])[(slice(None), *index[1:])]
-            )
-        if array.shape != shape:
-            raise CheckpointError(f"tensor {name}: expected shape {list(shape)}, found {list(array.shape)}")
-        return array.block_until_ready()
+            parts = self._stack(names, spans)
+        return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+    def _stack(self, names: list[str], spans: dict[jax.Device, tuple[slice, ...]]) -> list[Array]:
+        """On each device its part of the stacked tensors, inserted one after another."""
+        dtype, parts = self.tensors[names[0]].dtype, []
+        for device, (entries, *index) in spans.items():
+            buffer = jnp.zeros([span.stop - span.start for span in (entries, *index)], dtype, device=device)
+            for i, name in enumerate(names[entries]):
+                buffer = _insert(buffer, self._copy(name, tuple(index), device), np.int32(i))
+            parts.append(buffer)
+        return parts
+
+    def _copy(self, name: str, index: tuple[slice, ...], device: jax.Device | None) -> Array:
+        """The part of a tensor at `index`, on a device; the host buffer is free again."""
+        return jax.device_put(read_stored(self.tensors[name], index, self.host), device).block_until_ready()
 
 
-def _selector(rows: Rows) -> slice | list[int]:
-    return rows if isinstance(rows, slice) else list(rows)
+def _selector(rows: Rows) -> slice | np.ndarray:
+    return rows if isinstance(rows, slice) else np.asarray(rows, np.int32)
 
 
-def _select(array: np.ndarray, rows: Rows | None) -> np.ndarray:
+def _select(array: Array, rows: Rows) -> Array:
     """Pick rows: of axis -2, or of the only axis."""
-    if rows is None:
-        return array
     index = _selector(rows)
-    return np.ascontiguousarray(array[index] if array.ndim == 1 else array[..., index, :])
+    return array[index] if array.ndim == 1 else array[..., index, :]
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -309,13 +358,6 @@ def _convert(array: Array, dtype: str) -> Array:
     return array.astype(dtype)
 
 
-def _zeros(shape: tuple[int, ...], dtype: str, sharding: jax.sharding.Sharding | None) -> Array:
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
-
-
-@functools.cache
-def _insert(sharding: jax.sharding.Sharding | None) -> Callable[[Array, Array, Array], Array]:
-    def insert(buffer, part, index):
-        return lax.dynamic_update_index_in_dim(buffer, part, index, 0)
-
-    return jax.jit(insert, donate_argnums=0, out_shardings=sharding)
+@functools.partial(jax.jit, donate_argnums=0)
+def _insert(buffer: Array, part: Array, index: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(buffer, part, index, 0)
