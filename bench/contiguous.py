@@ -39,7 +39,9 @@ def contiguous_attention(q, k, v, cache, layer, metadata, slots, **options):
     if options or window is not None:
         raise ValueError(f"the contiguous step knows no {window=} {options}")
     keys, values = (
-        jax.lax.dynamic_update_slice_in_dim(old, new[None].astype(old.dtype), slots[0].astype(jnp.int32), axis=1)
+        jax.lax.dynamic_update_slice_in_dim(
+            old, new[None].astype(old.dtype), slots[0].astype(jnp.int32), axis=1
+        )
         for old, new in zip(cache.layers[layer], (k, v), strict=True)
     )
     lengths = metadata.seqused_k.astype(jnp.int32)

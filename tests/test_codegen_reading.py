@@ -1,6 +1,5 @@
 """What the audit reads out of printed IR and assembly, on small texts."""
 
-
 import pytest
 
 pytest.importorskip("triton")
