@@ -1,5 +1,7 @@
 """MXFP4 and FP8 numerics against table look-up in float64, and against what Quark itself wrote."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -7,7 +9,8 @@ import numpy as np
 import pytest
 from checkpoints import DATA, E2M1, dequantised, packed, read_tensors
 
-from jaxattn.quantization import Fp8Weight, Mxfp4Weight, mxfp4
+from jaxattn.errors import UnsupportedError
+from jaxattn.quantization import Fp8Weight, Mxfp4Weight, mxfp4, mxfp4_matmul
 from jaxattn.quantization.mxfp4 import dequantize, quantize
 
 QUARK = ("quark_mxfp4_llama", "quark_mxfp4_qwen3", "quark_mxfp4_kvfp8_llama", "quark_mxfp4_qwen3_5_mtp")
@@ -129,7 +132,7 @@ def test_wrong_arguments_are_refused_by_name():
 
 @pytest.mark.parametrize("shape", [(7, 32), (96, 96), (130, 40)])
 def test_matmul_equals_the_dense_product_and_holds_one_tile(shape, monkeypatch):
-    monkeypatch.setattr(mxfp4, "_TILE_ELEMENTS", 4096)
+    monkeypatch.setattr(mxfp4_matmul, "TILE_ELEMENTS", 4096)
     rng = np.random.default_rng(2)
     weight = Mxfp4Weight.from_array(jnp.asarray(rng.standard_normal(shape), jnp.float32))
     x = rng.standard_normal((2, 5, shape[1])).astype(np.float32)
@@ -150,6 +153,60 @@ def test_the_compiled_matmul_stores_no_dequantised_copy():
     x = jax.ShapeDtypeStruct((1, columns), jnp.bfloat16)
     compiled = jax.jit(lambda w, x: w.matmul(x)).lower(weight, x).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < rows * columns * 2
+
+
+KERNELS = [
+    pytest.param(
+        "triton", marks=pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton")
+    ),
+    "pallas",
+]
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, "float32"), (19, "bfloat16"), (3, "float16")])
+def test_kernels_expand_every_code_as_the_definition_does(implementation, tokens, dtype):
+    """Odd row counts, a last group of 8 columns, several spans of words, extreme scales."""
+    rng = np.random.default_rng(6)
+    rows, columns = 45, 296
+    codes = rng.integers(0, 16, (rows, columns)).astype(np.uint8)
+    scale = rng.integers(115, 130, (rows, -(-columns // 32))).astype(np.uint8)
+    scale[0, 0], scale[1, 3] = 0, 1
+    weight = Mxfp4Weight(mxfp4.pack(jnp.asarray(codes)), jnp.asarray(scale), rows, columns)
+    if implementation == "pallas":
+        weight = weight.pad(32, 256)
+    x = jnp.asarray(rng.standard_normal((tokens, columns)), dtype)
+    dense = E2M1[codes] * np.repeat(2.0 ** (scale.astype(np.float64) - 127), 32, -1)[:, :columns]
+    want = np.asarray(x, np.float64) @ dense.T
+    multiply = jax.jit(mxfp4_matmul.matmul, static_argnames=("rows", "implementation"))
+    got = multiply(x, weight.packed, weight.scale, rows, implementation=implementation)
+    assert got.dtype == jnp.float32
+    assert got.shape == (tokens, rows)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_a_nan_scale_reaches_only_its_row(implementation):
+    packed = jnp.full((64, 128), 0x22, jnp.uint8)
+    scale = jnp.full((64, 8), 127, jnp.uint8).at[5, 2].set(255)
+    got = mxfp4_matmul.matmul(jnp.ones((2, 256)), packed, scale, 64, implementation=implementation)
+    assert np.isnan(got[:, 5]).all()
+    assert (np.delete(np.asarray(got), 5, axis=1) == 256).all()
+
+
+def test_implementations_that_cannot_multiply_say_why():
+    packed, scale = jnp.zeros((8, 48), jnp.uint8), jnp.zeros((8, 3), jnp.uint8)
+    with pytest.raises(
+        UnsupportedError, match=r"pallas: packed: expected multiples of 32 rows .*got \[8, 48\]; pad"
+    ):
+        mxfp4_matmul.matmul(jnp.ones((1, 96)), packed, scale, 8, implementation="pallas")
+    with pytest.raises(ValueError, match=r"implementation: expected one of triton, pallas, xla, got 'cuda'"):
+        mxfp4_matmul.matmul(jnp.ones((1, 96)), packed, scale, 8, implementation="cuda")
+    many = jnp.ones((33, 96))
+    for name in ("triton", "pallas"):
+        with pytest.raises(UnsupportedError, match=r"expected at most 32 rows.*got 33"):
+            mxfp4_matmul.matmul(many, packed, scale, 8, implementation=name)
+    assert mxfp4_matmul.matmul(many, packed, scale, 8, implementation=("triton", "xla")).shape == (33, 8)
 
 
 @pytest.mark.parametrize("alignment", [256, 512])

@@ -26,18 +26,15 @@ def forward(program, weights, tokens, cache, metadata):
 
 
 def prefill(model, ids, dtype=jnp.float32, **descales):
-    """Logits of a prompt over NaN-filled shuffled pages, and keys and values of its tokens in the last layer."""
+    """Logits of a prompt over NaN-filled shuffled pages, and keys and values of its tokens in the first cache layer."""
     program, pool = model.program, Pool(1, 16)
     cache = program.allocate_cache(
         program.config, num_seqs=1, num_pages=pool.num_pages, page_size=16, dtype=dtype, **descales
     )
-    cache = jax.tree.map(
-        lambda a: jnp.full_like(a, jnp.nan) if a.dtype == dtype and a.ndim == 4 else a, cache
-    )
+    cache = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan) if a.ndim == 4 else a, cache)
     logits, cache = forward(program, model.weights, rows([ids]), cache, pool.extend([0], [len(ids)]))
-    pages = getattr(cache, "kv", cache)
-    stored = pages.gather(pages.num_layers - 1, pool.table["req_to_token"][0, : len(ids)])
-    return np.asarray(logits)[: len(ids)], stored
+    stored = getattr(cache, "kv", cache).gather(0, pool.table["req_to_token"][0, : len(ids)])
+    return np.asarray(logits)[: len(ids)], [np.asarray(side) for side in stored]
 
 
 def close(got, want):
@@ -161,11 +158,19 @@ def test_quantised_tensors_are_refused_where_the_model_has_no_linear_weight(tmp_
 
 
 @pytest.mark.parametrize("name", ["quark_mxfp4_kvfp8_llama", "quark_fp8_custom_llama"])
-def test_kv_scales_of_both_spellings_are_read(name):
+def test_kv_scales_of_both_spellings_reach_the_cache(name):
     model, tensors = load_model(DATA / name), read_tensors(DATA / name)
     suffixes = ("k_proj.output_scale", "v_proj.output_scale") if "mxfp4" in name else ("k_scale", "v_scale")
     want = [[float(tensors[f"model.layers.{i}.self_attn.{suffix}"]) for i in range(2)] for suffix in suffixes]
     assert list(model.kv_scales) == want
+    ids = np.load(DATA / name / "golden.npz")["input_ids"][0]
+    wide, exact = prefill(model, ids)
+    descales = dict(zip(("k_descale", "v_descale"), model.kv_scales, strict=True))
+    narrow, stored = prefill(model, ids, jnp.float8_e4m3fn, **descales)
+    for side in range(2):
+        rounded = (exact[side] / np.float32(want[side][0])).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        np.testing.assert_allclose(stored[side], rounded * np.float32(want[side][0]), rtol=1e-6)
+    assert (wide.argmax(axis=1) == narrow.argmax(axis=1)).mean() > 0.9
 
 
 def test_half_a_set_of_kv_scales_is_refused(tmp_path):

@@ -22,7 +22,7 @@ from jaxattn.quantization import forms
 from jaxattn.quantization.config import FP8, MXFP4, PLAIN, QuantizationConfig
 from jaxattn.quantization.exclude import spellings
 from jaxattn.quantization.fp8 import Fp8Weight
-from jaxattn.quantization.mxfp4 import Mxfp4Weight
+from jaxattn.quantization.mxfp4_weight import Mxfp4Weight
 
 # What is read at a time where only a part of each row is kept.
 BLOCK_BYTES = 1 << 26

@@ -3,7 +3,7 @@
 from jaxattn.quantization.config import QuantizationConfig
 from jaxattn.quantization.exclude import ExcludeList
 from jaxattn.quantization.fp8 import Fp8Weight
-from jaxattn.quantization.mxfp4 import Mxfp4Weight
+from jaxattn.quantization.mxfp4_weight import Mxfp4Weight
 from jaxattn.quantization.registry import (
     QuantizationMethod,
     get_method,

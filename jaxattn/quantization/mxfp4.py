@@ -6,15 +6,12 @@ is NaN. Everything here is integer arithmetic on bit patterns, so that subnormal
 flush them and no scale can reach the sign.
 """
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32, UInt8, UInt32
-
-from jaxattn.quantization.weights import QuantizedWeight, dot
+from jaxtyping import Array, Float, Int32, UInt8, UInt32
 
 GROUP_SIZE = 32
 # Midpoints .25, .75, 1.25, 1.75, 2.5, 3.5, 5 between neighbours as (eighths, exponent); a tie goes to the even
@@ -22,8 +19,6 @@ GROUP_SIZE = 32
 _MIDPOINTS = ((8, -2), (12, -1), (10, 0), (14, 0), (10, 1), (14, 1), (10, 2))
 _INFINITY = 0x7F800000
 _NAN = 0x7FC00000
-# Elements of the weight that the XLA matmul holds dequantised at a time.
-_TILE_ELEMENTS = 1 << 21
 
 
 def unpack(packed: UInt8[Array, "... half"]) -> UInt8[Array, "... columns"]:
@@ -166,93 +161,3 @@ def _dequantized_bits(codes: UInt8[Array, "..."], scale: UInt8[Array, "..."]) ->
     )
     signed = bits | ((wide & jnp.uint32(8)) << jnp.uint32(28))
     return jnp.where(scale == 255, jnp.uint32(_NAN), signed)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Mxfp4Weight(QuantizedWeight):
-    """A linear weight in MXFP4.
-
-    The arrays may be larger than the weight (`pad`); what lies outside `rows` and `columns` holds zeros.
-
-    Attributes:
-        packed: two codes a byte along the input columns.
-        scale: e8m0 bytes, one per 32 columns.
-        rows: output features.
-        columns: input features.
-        quantize_input: round the input of `matmul` to MXFP4 too (W4A4, what Quark simulates).
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jaxattn.quantization import Mxfp4Weight
-        >>> weight = Mxfp4Weight.from_array(jnp.eye(4, 40))
-        >>> weight.shape, weight.packed.shape, weight.matmul(jnp.arange(40.0)).tolist()
-        ((4, 40), (4, 32), [0.0, 1.0, 2.0, 3.0])
-    """
-
-    packed: UInt8[Array, "*batch padded_rows half"]
-    scale: UInt8[Array, "*batch padded_rows groups"]
-    rows: int = dataclasses.field(metadata={"static": True})
-    columns: int = dataclasses.field(metadata={"static": True})
-    quantize_input: bool = dataclasses.field(default=False, metadata={"static": True})
-
-    @classmethod
-    def from_array(cls, weight: Float[Array, "*batch rows columns"], **options) -> "Mxfp4Weight":
-        """Quantise a weight."""
-        packed, scale = quantize(weight)
-        return cls(packed, scale, *weight.shape[-2:], **options)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Logical shape, `[..., rows, columns]`."""
-        return (*self.packed.shape[:-2], self.rows, self.columns)
-
-    def dequantize(self, dtype) -> Float[Array, "*batch rows columns"]:
-        """The weight as an array of `dtype`, without padding."""
-        return dequantize(self.packed, self.scale, dtype)[..., : self.rows, : self.columns]
-
-    @jax.jit
-    def matmul(self, x: Float[Array, "... columns"]) -> Float32[Array, "... rows"]:
-        """`x @ weight.T` in float32 sums, dequantising a tile of rows at a time."""
-        if self.quantize_input:
-            x = quantize_dequantize(x)
-        rows = x.reshape(-1, x.shape[-1])
-        tile = max(1, _TILE_ELEMENTS // (2 * self.packed.shape[-1]))
-        whole = self.rows // tile * tile
-
-        def product(packed, scale):
-            weight = dequantize(packed, scale, x.dtype)[:, : self.columns]
-            return dot(rows, weight)  # [M, tile]
-
-        parts = []
-        if whole:
-            tiles = [a[:whole].reshape(-1, tile, a.shape[-1]) for a in (self.packed, self.scale)]
-            out = lax.map(lambda arrays: product(*arrays), tuple(tiles))  # [tiles, M, tile]
-            parts.append(jnp.moveaxis(out, 0, 1).reshape(rows.shape[0], whole))
-        if whole < self.rows:
-            parts.append(product(self.packed[whole : self.rows], self.scale[whole : self.rows]))
-        return jnp.concatenate(parts, axis=1).reshape(*x.shape[:-1], self.rows)
-
-    def pad(self, row_multiple: int, column_multiple: int) -> "Mxfp4Weight":
-        """The same weight in arrays whose rows and columns are multiples, for a kernel with fixed tiles.
-
-        Raises:
-            ValueError: `column_multiple` is not a multiple of 32.
-        """
-        if column_multiple % GROUP_SIZE:
-            raise ValueError(f"column_multiple: expected a multiple of {GROUP_SIZE}, got {column_multiple}")
-        rows = -(-self.rows // row_multiple) * row_multiple
-        columns = -(-self.columns // column_multiple) * column_multiple
-        return dataclasses.replace(
-            self,
-            packed=_pad_to(self.packed, rows, columns // 2, 0),
-            scale=_pad_to(self.scale, rows, columns // GROUP_SIZE, 127),
-        )
-
-
-def _pad_to(array: Array, rows: int, columns: int, value: int) -> Array:
-    widths = [(0, 0)] * (array.ndim - 2) + [
-        (0, max(0, rows - array.shape[-2])),
-        (0, max(0, columns - array.shape[-1])),
-    ]
-    return jnp.pad(array, widths, constant_values=value)
