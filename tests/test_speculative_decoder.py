@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from toy_decoder import VOCAB, WINDOW, plain_logits, plain_text, program, setup
 
+from jaxattn import PagedKVCache, ancestor_bits
 from jaxattn.speculative import (
     ModelDrafter,
     NgramDrafter,
     ProgramDraft,
     SamplingParams,
+    compact_accepted,
     draw,
     grant,
     keys_at,
@@ -65,6 +67,39 @@ def test_window_pools_hold_a_ring_of_pages(drafter):
     for row, prompt in enumerate(PROMPTS):
         run.admit(row, prompt, max_new_tokens=30)
     assert run.write() == [text(row, 30, WINDOWS) for row in range(3)]
+
+
+def test_an_accepted_path_moves_together_in_both_pools():
+    cache = PagedKVCache.allocate(
+        num_layers=2,
+        num_pages=5,
+        page_size=2,
+        num_kv_heads=1,
+        head_dim=1,
+        dtype=jnp.float32,
+        window_layers=(1,),
+        num_window_pages=5,
+    )
+    state = setup(NgramDrafter(num_draft_tokens=6), rows=2, page_size=2, context=2).state
+    state = dataclasses.replace(
+        state,
+        page_table=jnp.asarray([[4, 1, 3, 0], [0, 0, 2, 0]]),
+        swa_page_table=jnp.asarray([[2, 4, 1, 0], [0, 0, 3, 0]]),
+    )
+    parents = jnp.asarray([[-1, 0, 0, 2, 1], [-1, 0, 0, 0, 0]])
+    metadata = state.metadata(
+        "target_verify", jnp.asarray([1, 0]), 5, jnp.asarray([True, False]), ancestor_bits(parents)
+    )
+    pools = metadata, metadata.for_window_pool()
+    nodes = jnp.arange(10.0).reshape(10, 1, 1)
+    for layer, pool in enumerate(pools):
+        cache = cache.write(layer, nodes, -nodes, pool.slots(10))
+    path = jnp.asarray([[0, 2, 3, -1, -1], [-1, -1, -1, -1, -1]], jnp.int32)
+    moved = jax.jit(compact_accepted)(cache, metadata, path)
+    for layer, pool in enumerate(pools):
+        k, v = moved.gather(layer, pool.slots(10)[:5])
+        assert k[:, 0, 0].tolist() == [0, 2, 3, 3, 4]
+        assert v[:, 0, 0].tolist() == [0, -2, -3, -3, -4]
 
 
 def test_a_draft_model_that_is_the_target_has_all_its_drafts_accepted():
