@@ -16,6 +16,7 @@ NUMPY = {
     "F32": np.float32,
     "U8": np.uint8,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
 }
 NAMES = {np.dtype(dtype): name for name, dtype in NUMPY.items()}
 

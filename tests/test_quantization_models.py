@@ -107,6 +107,14 @@ def test_mixed_checkpoints_generate_with_the_method_named_and_from_the_config(na
             assert same(trees(other), trees(model)), variant
 
 
+def test_scales_may_be_stored_as_bytes_or_as_e8m0(tmp_path):
+    def edit(tensors):
+        for name in [name for name in tensors if name.endswith("weight_scale")]:
+            tensors[name] = tensors[name].view(ml_dtypes.float8_e8m0fnu)
+
+    assert same(trees(load_model(edited(MOE, tmp_path, edit))), trees(load_model(DATA / MOE)))
+
+
 def part_of_the_module(tensors, names):
     for name in names:
         weight = tensors[f"{name}.weight"].astype(np.float32)

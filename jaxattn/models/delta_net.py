@@ -5,9 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int64
 
+from jaxattn.index64 import cdiv, index64
 from jaxattn.models.delta_rule import (
+    CHUNK,
     DeltaNetState,
     DeltaSteps,
     PendingSteps,
@@ -99,6 +101,7 @@ def _fused_projections(config: DeltaNetConfig, hidden_size: int, prefix: str) ->
     }
 
 
+@index64
 def delta_net(
     config: DeltaNetConfig,
     w: DeltaNetWeights,
@@ -110,6 +113,8 @@ def delta_net(
     hold: bool,
 ) -> tuple[Float[Array, "T E"], DeltaNetState, PendingSteps | None]:
     """Outputs of this call's tokens, and what the layer remembers.
+
+    All sequences go on together by up to `CHUNK` tokens a round, for as many rounds as the longest needs.
 
     Args:
         config: sizes.
@@ -124,38 +129,71 @@ def delta_net(
         The outputs in the dtype of `x`, the state, and with `hold` the steps to commit.
     """
     state = jax.tree.map(lambda s: jnp.where(rows.fresh.reshape(-1, *[1] * (s.ndim - 1)), 0, s), state)
-    qkv = rows.by_sequence(linear(x, w.qkv, out_dtype=jnp.float32))
-    convolved, window = causal_conv(qkv, state.conv, w.conv[:, 0])
-    steps = _steps(config, w, jax.nn.silu(convolved), x, rows)
-    out, recurrent = gated_delta_rule(steps, state.recurrent)
-    gate = linear(x, w.gate, out_dtype=jnp.float32).reshape(
-        x.shape[0], config.num_value_heads, config.value_dim
-    )
-    out = rms_norm(rows.by_token(out), w.norm, eps) * jax.nn.silu(gate)
+    tokens = _project(config, w, x)
+    out = jnp.zeros((x.shape[0], config.num_value_heads, config.value_dim), jnp.float32)
+    size = min(CHUNK, rows.max_count)
+
+    def advance(i, carry):
+        state, out = carry
+        window, steps = _steps(config, w, tokens, state, rows, i * size, rows.max_count if hold else size)
+        values, recurrent = gated_delta_rule(steps, state.recurrent)
+        taken = jnp.clip(rows.count - i * size, 0, size)
+        conv = conv_tail(window, taken, config.conv_taps - 1)
+        return (DeltaNetState(conv, recurrent), rows.scatter(out, values, i * size)), (window, steps)
+
+    if rows.max_count <= size or hold:
+        (after, out), pending = advance(jnp.int64(0), (state, out))
+    else:
+        rounds = cdiv(jnp.max(rows.count), size)
+        after, out = lax.fori_loop(jnp.int64(0), rounds, lambda i, carry: advance(i, carry)[0], (state, out))
+    gate = linear(x, w.gate, out_dtype=jnp.float32).reshape(out.shape)
+    out = rms_norm(out, w.norm, eps) * jax.nn.silu(gate)
     out = linear(out.reshape(x.shape[0], -1).astype(x.dtype), w.out)
-    if hold:
-        return out, state, PendingSteps(window, steps)
-    return out, DeltaNetState(conv_tail(window, rows.count, config.conv_taps - 1), recurrent), None
+    return (out, state, PendingSteps(*pending)) if hold else (out, after, None)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Projected:
+    """What the layer takes from each token before tokens meet."""
+
+    qkv: Float[Array, "T C"]
+    g: Float32[Array, "T Hv"]
+    beta: Float32[Array, "T Hv"]
+
+
+def _project(config: DeltaNetConfig, w: DeltaNetWeights, x: Float[Array, "T E"]) -> _Projected:
+    rate = linear(x, w.decay, out_dtype=jnp.float32) + w.dt_bias
+    return _Projected(
+        qkv=linear(x, w.qkv, out_dtype=jnp.float32),
+        g=-jnp.exp(w.a_log) * jax.nn.softplus(rate),
+        beta=jax.nn.sigmoid(linear(x, w.beta, out_dtype=jnp.float32)),
+    )
 
 
 def _steps(
     config: DeltaNetConfig,
     w: DeltaNetWeights,
-    qkv: Float32[Array, "S L C"],
-    x: Float[Array, "T E"],
+    tokens: _Projected,
+    state: DeltaNetState,
     rows: SequenceRows,
-) -> DeltaSteps:
-    q, k, v = jnp.split(qkv, [config.key_width, 2 * config.key_width], axis=-1)
+    first: Int64[Array, ""],
+    size: int,
+) -> tuple[Float32[Array, "S taps+size C"], DeltaSteps]:
+    """The window of the convolution and the steps of the recurrence, from step `first` of each sequence on."""
+    qkv, g, beta = (rows.gather(part, first, size) for part in (tokens.qkv, tokens.g, tokens.beta))
+    convolved, window = causal_conv(qkv, state.conv, w.conv[:, 0])
+    q, k, v = jnp.split(jax.nn.silu(convolved), [config.key_width, 2 * config.key_width], axis=-1)
     q, k = (_unit(a.reshape(*a.shape[:2], config.num_key_heads, config.key_dim)) for a in (q, k))
     group = config.num_value_heads // config.num_key_heads
-    rate = linear(x, w.decay, out_dtype=jnp.float32) + w.dt_bias
-    return DeltaSteps(
+    steps = DeltaSteps(
         q=jnp.repeat(q * jnp.float32(config.key_dim**-0.5), group, axis=2),
         k=jnp.repeat(k, group, axis=2),
         v=v.reshape(*v.shape[:2], config.num_value_heads, config.value_dim),
-        g=rows.by_sequence(-jnp.exp(w.a_log) * jax.nn.softplus(rate)),
-        beta=rows.by_sequence(jax.nn.sigmoid(linear(x, w.beta, out_dtype=jnp.float32))),
-    ).only(rows.live)
+        g=g,
+        beta=beta,
+    )
+    return window, steps.only(rows.live(first, size))
 
 
 def _unit(x: Float32[Array, "... D"]) -> Float32[Array, "... D"]:

@@ -1,7 +1,7 @@
 """The gated delta rule: a recurrent state per head, chunked for prefill and step by step for decode.
 
 With decay a = exp(g): S <- a S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q.
-Source: Gated Delta Networks, https://arxiv.org/abs/2412.06464; the chunked form is its WY representation.
+Source: Gated Delta Networks, https://arxiv.org/abs/2412.06464, section 3.3 for the form over a chunk.
 """
 
 import dataclasses
@@ -106,8 +106,8 @@ def conv_tail(
 def gated_delta_rule(
     steps: DeltaSteps, state: Float32[Array, "S H Dk Dv"]
 ) -> tuple[Float32[Array, "S L H Dv"], Float32[Array, "S H Dk Dv"]]:
-    """Outputs and final state of L steps, by the cheaper of the two forms."""
-    return (chunked_rule if steps.g.shape[1] > CHUNK // 4 else recurrent_rule)(steps, state)
+    """Outputs and final state of up to `CHUNK` steps, by the cheaper of the two forms."""
+    return (chunk_rule if steps.g.shape[1] > CHUNK // 4 else recurrent_rule)(steps, state)
 
 
 def recurrent_rule(
@@ -127,48 +127,31 @@ def recurrent_rule(
     return jnp.moveaxis(out, 0, 1), state
 
 
-def chunked_rule(
-    steps: DeltaSteps, state: Float32[Array, "S H Dk Dv"], chunk: int = CHUNK
+def chunk_rule(
+    steps: DeltaSteps, state: Float32[Array, "S H Dk Dv"]
 ) -> tuple[Float32[Array, "S L H Dv"], Float32[Array, "S H Dk Dv"]]:
-    """Outputs and final state, `chunk` steps at a time by matrix products.
+    """Outputs and final state by matrix products over all steps; their cost is quadratic in L.
 
-    In a chunk that starts from state S, with G the running sum of g and u the corrected values,
-    (I + A) u = beta (v - exp(G) k S) where A[i, j] = beta_i exp(G_i - G_j) k_i.k_j for j < i.
+    With G the running sum of g and u the corrected values, (I + A) u = beta (v - exp(G) k S), where
+    A[i, j] = beta_i exp(G_i - G_j) k_i.k_j for j < i.
     """
     length = steps.g.shape[1]
-    steps = jax.tree.map(lambda x: _chunks(x, chunk), steps)  # [S, H, n, chunk, ...]
-    total = jnp.cumsum(steps.g, axis=-1)
-    row, column = jnp.arange(chunk)[:, None], jnp.arange(chunk)[None]
+    q, k, v, g, beta = (jnp.moveaxis(x, 2, 1) for x in jax.tree.leaves(steps))  # [S, H, L, ...]
+    total = jnp.cumsum(g, axis=-1)
+    row, column = jnp.arange(length)[:, None], jnp.arange(length)[None]
     gap = jnp.where(row >= column, total[..., :, None] - total[..., None, :], -jnp.inf)
     decay = jnp.exp(gap)  # 0 above the diagonal
-    beta, growth = steps.beta[..., None], jnp.exp(total)[..., None]
-
-    def gram(a, b):
-        return jnp.einsum("shnik,shnjk->shnij", a, b, precision=_HIGHEST) * decay
-
-    mixing = jnp.where(row > column, beta * gram(steps.k, steps.k), 0) + jnp.eye(chunk, dtype=jnp.float32)
-    rhs = jnp.concatenate([beta * steps.v, beta * growth * steps.k], axis=-1)
-    solved = lax.linalg.triangular_solve(mixing, rhs, left_side=True, lower=True, unit_diagonal=True)
-    values, keys = jnp.split(solved, [steps.v.shape[-1]], axis=-1)
-    last = total[..., -1:]
-    carried_k = steps.k * jnp.exp(last - total)[..., None]
+    growth, last = jnp.exp(total)[..., None], total[..., -1:]
 
     def product(a, b):
         return jnp.einsum("shik,shkv->shiv", a, b, precision=_HIGHEST)
 
-    def step(state, now):
-        values, keys, q, scores, carried_k, kept = now
-        corrected = values - product(keys, state)
-        out = product(q, state) + product(scores, corrected)
-        return kept * state + product(jnp.swapaxes(carried_k, -1, -2), corrected), out
-
-    parts = (values, keys, steps.q * growth, gram(steps.q, steps.k), carried_k, jnp.exp(last)[..., None])
-    state, out = lax.scan(step, state, jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), parts))
-    out = jnp.moveaxis(out, 0, 2)  # [S, H, n, chunk, Dv]
-    return jnp.moveaxis(out.reshape(*out.shape[:2], -1, out.shape[-1]), 1, 2)[:, :length], state
-
-
-def _chunks(x: Float32[Array, "S L H ..."], chunk: int) -> Float32[Array, "S H n chunk ..."]:
-    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk)] + [(0, 0)] * (x.ndim - 2))
-    x = jnp.moveaxis(x, 2, 1)
-    return x.reshape(*x.shape[:2], -1, chunk, *x.shape[3:])
+    k_transposed = jnp.swapaxes(k, -1, -2)
+    mixing = jnp.where(row > column, beta[..., None] * product(k, k_transposed) * decay, 0)
+    mixing = mixing + jnp.eye(length, dtype=jnp.float32)
+    rhs = beta[..., None] * (v - growth * product(k, state))
+    corrected = lax.linalg.triangular_solve(mixing, rhs, left_side=True, lower=True, unit_diagonal=True)
+    out = growth * product(q, state) + product(product(q, k_transposed) * decay, corrected)
+    carried = jnp.swapaxes(k * jnp.exp(last - total)[..., None], -1, -2)
+    state = jnp.exp(last)[..., None] * state + product(carried, corrected)
+    return jnp.moveaxis(out, 1, 2), state

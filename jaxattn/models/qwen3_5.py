@@ -153,7 +153,7 @@ def forward(
     _check(cache, metadata)
     num_tokens = tokens.shape[0]
     hold = metadata.mode == "target_verify"
-    rows, slots = sequence_rows(metadata, num_tokens), metadata.slots(num_tokens)
+    rows, slots = sequence_rows(metadata), metadata.slots(num_tokens)
     turn = rotation(metadata.positions(num_tokens), jnp.asarray(config.rope.inverse_frequencies()))
     kv, states, pending = cache.kv, [], []
     x = weights.embedding[tokens]

@@ -16,42 +16,50 @@ class SequenceRows:
     """Where the query rows of each sequence lie in the token buffer.
 
     Attributes:
-        source: `[S, L]`, the row of each step; any row where the sequence has no such step.
-        live: `[S, L]`, whether the sequence has the step.
-        sequence: `[T]`, the sequence of each row, -1 for rows of padding.
-        step: `[T]`, the step of each row in its sequence.
-        count: `[S]`, steps of each sequence in this call.
+        start: `[S]`, the first row of each sequence.
+        count: `[S]`, its rows in this call; 0 for padding sequences.
         fresh: `[S]`, whether the call starts the sequence.
+        max_count: upper bound of `count` (static).
     """
 
-    source: Int64[Array, "S L"]
-    live: Bool[Array, "S L"]
-    sequence: Int64[Array, "T"]
-    step: Int64[Array, "T"]
+    start: Int64[Array, "S"]
     count: Int64[Array, "S"]
     fresh: Bool[Array, "S"]
+    max_count: int = dataclasses.field(metadata={"static": True})
 
     @index64
-    def by_sequence(self, rows: Num[Array, "T ..."]) -> Num[Array, "S L ..."]:
-        """Rows by sequence and step, zeros where there is no such step."""
-        taken = rows.at[self.source].get(mode="promise_in_bounds")
-        return jnp.where(_expand(self.live, taken), taken, jnp.zeros((), taken.dtype))
+    def live(self, first: Int64[Array, ""], size: int) -> Bool[Array, "S size"]:
+        """Whether each sequence has each of the steps `first`, `first + 1`, ..."""
+        return self._step(first, size) < self.count[:, None]
 
     @index64
-    def by_token(self, steps: Num[Array, "S L ..."]) -> Num[Array, "T ..."]:
-        """The inverse of `by_sequence`: rows of the token buffer, zeros for padding."""
-        live = self.sequence >= 0
-        taken = steps.at[jnp.maximum(self.sequence, 0), self.step].get(mode="promise_in_bounds")
-        return jnp.where(_expand(live, taken), taken, jnp.zeros((), taken.dtype))
+    def gather(
+        self, rows: Num[Array, "T ..."], first: Int64[Array, ""], size: int
+    ) -> Num[Array, "S size ..."]:
+        """The rows of those steps; zeros, whatever the buffer holds, where a sequence has no such step."""
+        taken = rows.at[self._source(first, size)].get(mode="fill", fill_value=0)
+        live = self.live(first, size)
+        return jnp.where(live.reshape(*live.shape, *[1] * (rows.ndim - 1)), taken, jnp.zeros((), rows.dtype))
+
+    @index64
+    def scatter(
+        self, rows: Num[Array, "T ..."], steps: Num[Array, "S size ..."], first: Int64[Array, ""]
+    ) -> Num[Array, "T ..."]:
+        """Put steps into their rows of the buffer; those that a sequence has not are dropped."""
+        size = steps.shape[1]
+        target = jnp.where(self.live(first, size), self._source(first, size), rows.shape[0])
+        return rows.at[target].set(steps, mode="drop", unique_indices=False)
+
+    def _step(self, first, size):
+        return first + jnp.arange(size, dtype=jnp.int64)
+
+    def _source(self, first, size):
+        return self.start[:, None] + self._step(first, size)
 
 
 @index64
-def sequence_rows(metadata: AttentionMetadata, num_tokens: int) -> SequenceRows:
+def sequence_rows(metadata: AttentionMetadata) -> SequenceRows:
     """Locate the rows of each sequence of a batch.
-
-    Args:
-        metadata: the batch; `max_seqlen_q` gives the number of steps L.
-        num_tokens: rows of the token buffer.
 
     Example:
         >>> import numpy as np, jax.numpy as jnp
@@ -61,25 +69,11 @@ def sequence_rows(metadata: AttentionMetadata, num_tokens: int) -> SequenceRows:
         ...     seqused_k=[2, 4], cu_seqlens_q=[0, 2, 3], max_seqlen_q=2, page_size=4, max_pages=1,
         ...     kv_indptr=[0, 2, 6], kv_indices=[0, 1, 4, 5, 6, 7],
         ... )
-        >>> rows = sequence_rows(batch, 3)
-        >>> rows.by_sequence(jnp.array([5.0, 6.0, 7.0])).tolist(), rows.fresh.tolist()
+        >>> rows = sequence_rows(batch)
+        >>> rows.gather(jnp.array([5.0, 6.0, 7.0]), 0, 2).tolist(), rows.fresh.tolist()
         ([[5.0, 6.0], [7.0, 0.0]], [True, False])
     """
     start = metadata.cu_seqlens_q[:-1]
     count = jnp.where(metadata.seqused_k > 0, metadata.cu_seqlens_q[1:] - start, 0)
-    steps = jnp.arange(metadata.max_seqlen_q, dtype=jnp.int64)
-    sequence = metadata.sequence_ids(num_tokens)
-    first = start.at[jnp.maximum(sequence, 0)].get(mode="promise_in_bounds")
-    step = jnp.clip(jnp.arange(num_tokens, dtype=jnp.int64) - first, 0, metadata.max_seqlen_q - 1)
-    return SequenceRows(
-        source=jnp.clip(start[:, None] + steps, 0, num_tokens - 1),
-        live=steps < count[:, None],
-        sequence=sequence,
-        step=step,
-        count=count,
-        fresh=(count > 0) & (metadata.seqused_k == count),
-    )
-
-
-def _expand(mask: Bool[Array, "..."], like: Array) -> Bool[Array, "..."]:
-    return mask.reshape(*mask.shape, *[1] * (like.ndim - mask.ndim))
+    fresh = (count > 0) & (metadata.seqused_k == count)
+    return SequenceRows(start, count, fresh, metadata.max_seqlen_q)
