@@ -87,7 +87,9 @@ def causal_conv(
     """
     window = jnp.concatenate([state, inputs], axis=1)
     length = inputs.shape[1]
-    out = sum(window[:, tap : tap + length] * weight[:, tap] for tap in range(weight.shape[1]))
+    out = window[:, :length] * weight[:, 0]
+    for tap in range(1, weight.shape[1]):
+        out = out + window[:, tap : tap + length] * weight[:, tap]
     return out, window
 
 

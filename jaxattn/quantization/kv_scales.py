@@ -29,14 +29,20 @@ def read_kv_scales(
     Raises:
         CheckpointError: some layers have scales and others have none, or a scale is not one positive number.
     """
-    found = [(_find(tensors, prefix, K_NAMES), _find(tensors, prefix, V_NAMES)) for prefix in prefixes]
+    sides = (K_NAMES, V_NAMES)
+    found = [[_find(tensors, prefix, names) for names in sides] for prefix in prefixes]
     if not any(name for pair in found for name in pair):
         return None
-    for prefix, pair in zip(prefixes, found, strict=True):
-        for name, options in zip(pair, (K_NAMES, V_NAMES), strict=True):
-            if name is None:
-                raise CheckpointError(f"expected the KV cache scale {prefix}{options[0]}, which is missing")
-    keys, values = ([_scalar(tensors[pair[side]], read) for pair in found] for side in range(2))
+
+    def scale(layer: int, side: int) -> float:
+        name = found[layer][side]
+        if name is None:
+            raise CheckpointError(
+                f"expected the KV cache scale {prefixes[layer]}{sides[side][0]}, which is missing"
+            )
+        return _scalar(tensors[name], read)
+
+    keys, values = ([scale(layer, side) for layer in range(len(prefixes))] for side in range(2))
     return keys, values
 
 

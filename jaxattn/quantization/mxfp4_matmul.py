@@ -55,9 +55,9 @@ def matmul(
     for name in names:
         if name == "xla":
             return tiled_product(x, packed, scale, rows)
-        reason, module = _load(name)
-        reason = reason or module.supports(x, packed)
-        if reason is None:
+        module = _load(name)
+        reason = module if isinstance(module, str) else module.supports(x, packed)
+        if not isinstance(module, str) and reason is None:
             return module.run(x, packed, scale, rows)
         reasons.append(f"{name}: {reason}")
     raise UnsupportedError(
@@ -98,13 +98,13 @@ def _candidates(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
     return names
 
 
-def _load(name: str) -> tuple[str | None, ModuleType | None]:
-    """The reason why the module cannot be used here, and the module."""
+def _load(name: str) -> ModuleType | str:
+    """The module of an implementation, or the reason why it cannot be used here."""
     if name == "triton":
         if importlib.util.find_spec("triton") is None:
-            return "triton is not installed; install jaxattn[triton]", None
+            return "triton is not installed; install jaxattn[triton]"
         from jaxattn.kernels.triton.compat import jax_triton_status
 
         if jax.default_backend() != "cpu" and (reason := jax_triton_status()):
-            return reason, None
-    return None, importlib.import_module(f"jaxattn.kernels.{name}.mxfp4")
+            return reason
+    return importlib.import_module(f"jaxattn.kernels.{name}.mxfp4")

@@ -43,7 +43,8 @@ class Mxfp4Weight(QuantizedWeight):
     def from_array(cls, weight: Float[Array, "*batch rows columns"], **options) -> "Mxfp4Weight":
         """Quantise a weight."""
         packed, scale = quantize(weight)
-        return cls(packed, scale, *weight.shape[-2:], **options)
+        rows, columns = weight.shape[-2:]
+        return cls(packed, scale, rows, columns, **options)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -79,7 +79,7 @@ def load_report(path: str | os.PathLike, quantization: str | None = None) -> Loa
         >>> load_report(folder).leaves[0].form
         'plain'
     """
-    tensors = SafetensorsFolder(path).tensors
+    tensors = SafetensorsFolder(Path(path)).tensors
     config = resolve_config(read_config(path), quantization)
     found = sorted(leaves(tensors, config), key=lambda leaf: leaf.name)
     return LoadReport(Path(path), config, tuple(found))
