@@ -189,7 +189,9 @@ def test_kernels_expand_every_code_as_the_definition_does(implementation, tokens
 def test_a_nan_scale_reaches_only_its_row(implementation):
     packed = jnp.full((64, 128), 0x22, jnp.uint8)
     scale = jnp.full((64, 8), 127, jnp.uint8).at[5, 2].set(255)
-    got = mxfp4_matmul.matmul(jnp.ones((2, 256)), packed, scale, 64, implementation=implementation)
+    got = mxfp4_matmul.matmul(
+        jnp.ones((2, 256), jnp.float32), packed, scale, 64, implementation=implementation
+    )
     assert np.isnan(got[:, 5]).all()
     assert (np.delete(np.asarray(got), 5, axis=1) == 256).all()
 
@@ -199,10 +201,10 @@ def test_implementations_that_cannot_multiply_say_why():
     with pytest.raises(
         UnsupportedError, match=r"pallas: packed: expected multiples of 32 rows .*got \[8, 48\]; pad"
     ):
-        mxfp4_matmul.matmul(jnp.ones((1, 96)), packed, scale, 8, implementation="pallas")
+        mxfp4_matmul.matmul(jnp.ones((1, 96), jnp.float32), packed, scale, 8, implementation="pallas")
     with pytest.raises(ValueError, match=r"implementation: expected one of triton, pallas, xla, got 'cuda'"):
-        mxfp4_matmul.matmul(jnp.ones((1, 96)), packed, scale, 8, implementation="cuda")
-    many = jnp.ones((33, 96))
+        mxfp4_matmul.matmul(jnp.ones((1, 96), jnp.float32), packed, scale, 8, implementation="cuda")
+    many = jnp.ones((33, 96), jnp.float32)
     for name in ("triton", "pallas"):
         with pytest.raises(UnsupportedError, match=r"expected at most 32 rows.*got 33"):
             mxfp4_matmul.matmul(many, packed, scale, 8, implementation=name)
