@@ -47,7 +47,7 @@ def main() -> None:
     model = load_model(arguments.model, dtype=arguments.dtype)
     given = {"implementation": arguments.implementation, "batch_invariant": arguments.batch_invariant or None}
     options = tuple((name, value) for name, value in given.items() if value is not None)
-    prompts = [model.codec.encode_chat(prompt) for prompt in PROMPTS[: arguments.prompts]]
+    prompts = encoded_prompts(model)[: arguments.prompts]
     requests = [Request(prompt, arguments.new_tokens) for prompt in prompts]
     length = max(map(len, prompts)) + arguments.new_tokens
     print(f"{arguments.model} in {model.dtype} on {jax.devices()[0].device_kind}, {len(requests)} prompts")
@@ -85,6 +85,15 @@ def main() -> None:
                 )
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(table, indent=1))
+
+
+def encoded_prompts(model) -> list[list[int]]:
+    """`PROMPTS` in the model's chat template, or as they are where it has none."""
+    codec = model.codec
+    return [
+        codec.encode(prompt) if codec.chat_template is None else codec.encode_chat(prompt)
+        for prompt in PROMPTS
+    ]
 
 
 def _measure(model, drafting: Drafting, requests, shape, device_time: bool):

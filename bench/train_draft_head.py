@@ -16,7 +16,7 @@ import jax
 from bench.draft_head.texts import write_conversations
 from bench.draft_head.training import Plan, train_head
 from bench.requests import Engine, Request, mean_accepted_length
-from bench.speculative import PROMPTS
+from bench.speculative import encoded_prompts
 from jaxattn.models.load import load_model
 from jaxattn.speculative import drafting_for
 from jaxattn.speculative.eagle import save_head
@@ -66,7 +66,7 @@ def main() -> None:
 
 def measure(model, head: str, new_tokens: int, options, say) -> dict[str, float]:
     """Mean accepted length on the held-out prompts, and whether the text is that of plain decoding."""
-    prompts = [model.codec.encode_chat(prompt) for prompt in PROMPTS]
+    prompts = encoded_prompts(model)
     requests = [Request(prompt, new_tokens) for prompt in prompts]
     shape = {
         "rows": len(requests),

@@ -55,7 +55,9 @@ def write_conversations(
 
 
 def _chat_frame(model: Model) -> tuple[list[int], list[int]]:
-    """The tokens of the chat template before and after what the user says."""
+    """The tokens before and after what the user says; without a chat template, a start of text and a new line."""
     codec = model.codec
+    if codec.chat_template is None:
+        return codec.encode(""), codec.encode("\n", add_special_tokens=False)
     before, after = render_chat(codec.chat_template, _MARK, codec.special_tokens).split(_MARK)
     return codec.encode(before, add_special_tokens=False), codec.encode(after, add_special_tokens=False)
