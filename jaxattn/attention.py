@@ -73,7 +73,8 @@ def unified_attention(
         out_dtype: dtype of the output; by default that of q, bfloat16 where q has one byte. One-byte formats
             saturate, int8 rounds to nearest even.
         return_lse: also return the natural log-sum-exp of each row, the sink included.
-        batch_invariant: make the bits of a row independent of its batch and of the mode that computes it.
+        batch_invariant: make the bits of a row independent of its batch, and of whether decode, verify or draft
+            extend computes it. Rows of a prefill, which takes other tiles, may differ from those in the last bit.
         implementation: `"triton"`, `"xla"`, `"reference"`, or several of them to be tried in order.
             By default Triton, else XLA, on a GPU and XLA on a CPU.
         config: switches that may route a mode to the dense path, see `jaxattn.routing`; None for no routing.

@@ -108,9 +108,12 @@ def test_eval_shape(problem, implementation):
 def test_export_keeps_int64_indices_with_x64_off(problem, implementation):
     call, arrays = call_with(problem, implementation)
     leaves, treedef = jax.tree.flatten(problem.metadata)
-    exported = jax.export.export(jax.jit(lambda *a: call(*a[:3], jax.tree.unflatten(treedef, a[3:]))))(
-        *arrays, *leaves
-    )
+    step = jax.jit(lambda *a: call(*a[:3], jax.tree.unflatten(treedef, a[3:])))
+    if implementation == "triton" and jax.default_backend() == "cpu":
+        with pytest.raises(NotImplementedError, match="host_callbacks"):
+            jax.export.export(step)(*arrays, *leaves)
+        return
+    exported = jax.export.export(step)(*arrays, *leaves)
     assert [aval.dtype for aval in exported.in_avals[3:6]] == [jnp.int64] * 3
     assert_right(problem, exported.call(*arrays, *leaves))
 

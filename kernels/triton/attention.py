@@ -162,7 +162,8 @@ def attention_constants(problem: AttentionProblem, step: Launch, *, fill: bool) 
         chunk=spec.chunk,
         uncut=spec.chunk == UNCUT,
         stages=choice.stages,
-        bare_tiles=step.choice.bare or problem.ancestors is not None,
+        # A tree's prefix is bare, but the loops take tiles in another order than decode does.
+        bare_tiles=step.choice.bare or (problem.ancestors is not None and not problem.batch_invariant),
         overlapped=step.choice.overlapped,
         paired_values=paired,
         k_unpack=unpack(problem.k_cache.dtype)[0] if unpacks and head_dim % 4 == 0 and head_dim > 16 else "",

@@ -168,8 +168,9 @@ def attention_kernel(
             first = tl.maximum(chunk * C.tiles_in_chunk, start // C.tile)
             last = tl.minimum((chunk + 1) * C.tiles_in_chunk, (stop + C.tile - 1) // C.tile)
 
-        # Positions within a sequence fit 32 bits, whatever the pool; they never enter an address unwidened.
-        context = context.to(tl.int32)
+        # Positions within a sequence fit 32 bits, whatever the pool; they never enter an address unwidened. A length
+        # beyond the table's row, which is an error that debug.py reports, must not wrap either.
+        context = tl.minimum(context, 0x7FFFFFFF - q_len).to(tl.int32)
         start = start.to(tl.int32)
         stop = stop.to(tl.int32)
         first = first.to(tl.int32)
