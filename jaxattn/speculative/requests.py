@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
@@ -91,10 +90,9 @@ def admit(
         "passes": 0,
         "stop_tokens": stops,
         "swa_page_table": ring,
+        "sampling": jax.tree.map(lambda leaf: leaf[0], sampling),
     }
-    state = _set_row(state, row, values)
-    keep = jax.tree.map(lambda old, new: old.at[row].set(new[0]), state.sampling, sampling)
-    return grant(dataclasses.replace(state, sampling=keep), row, pages)
+    return grant(_set_row(state, row, values), row, pages)
 
 
 @index64
@@ -121,7 +119,8 @@ def release(state: DecoderState, row: int) -> DecoderState:
         ValueError: there is no such row.
     """
     _check_row(state, row)
-    values = dict.fromkeys(("lengths", "cached", "limits", "capacity", "filling", "live", "page_table"), 0)
+    values = dict.fromkeys(("lengths", "cached", "limits", "capacity", "page_table"), 0)
+    values |= {"filling": False, "live": False}
     return _set_row(state, row, values | {"swa_page_table": None if state.swa_page_table is None else 0})
 
 
@@ -147,10 +146,12 @@ def _check_row(state, row):
 
 
 def _set_row(state: DecoderState, row: int, values: dict) -> DecoderState:
-    def updated(name, value):
-        array = getattr(state, name)
-        return array.at[row].set(jnp.asarray(value, array.dtype))
+    values = {name: value for name, value in values.items() if value is not None}
+    before = {name: getattr(state, name) for name in values}
+    return dataclasses.replace(state, **_with_row(before, np.int64(row), values))
 
-    return dataclasses.replace(
-        state, **{name: updated(name, value) for name, value in values.items() if value is not None}
-    )
+
+# One program for all arrays of a row, because each eager update would be compiled by itself.
+@jax.jit
+def _with_row(arrays, row, values):
+    return jax.tree.map(lambda array, value: array.at[row].set(value), arrays, values)
