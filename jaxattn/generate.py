@@ -268,17 +268,26 @@ def _run(model: Model, batch: Batch, drafting: Drafting, options: GenerationOpti
     weights = Weights(model.weights, drafting.weights)
     state = _start(model, batch, decoder, drafting, options)
     seen = _Seen.of_prompts(batch)
-    if max(batch.limits) > 1:
+    beside = None
+    if max(batch.limits) > 1 and (device := _only_device(weights)) is not None:
+        # What prefill returns is committed to the device of the weights; only the same is compiled once.
+        state = jax.device_put(state, device)
         # Compiled while the prompts are compiled for and read: the text goes on seconds sooner.
         beside = threading.Thread(target=_compile_quietly, args=[decoder.lower(weights, state)])
         beside.start()
     state = decoder.prefill(weights, state)
     seen = yield from _pieces(model, batch, seen, state)
-    if seen.live.any():
+    if beside is not None and seen.live.any():
         beside.join()
     while seen.live.any():
         state = decoder.run(weights, state, options.read_every)
         seen = yield from _pieces(model, batch, seen, state)
+
+
+def _only_device(weights: Weights) -> jax.Device | None:
+    """The device that all weights are committed to, None where they are spread over several."""
+    devices = {device for leaf in jax.tree.leaves(weights) for device in leaf.devices()}
+    return devices.pop() if len(devices) == 1 else None
 
 
 def _compile_quietly(lowered) -> None:

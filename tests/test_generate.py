@@ -189,6 +189,19 @@ def test_one_compilation_serves_batches_that_differ_only_in_values():
     assert (loop._prefill._cache_size(), loop._run._cache_size()) == before
 
 
+def test_each_program_is_compiled_once(caplog):
+    """Also that which a thread compiles beside the other."""
+    jax.config.update("jax_log_compiles", True)
+    try:
+        for _ in range(2):
+            run(tiny_models.load(SMALL), [[1, 2], [3]], page_size=5, max_new_tokens=5)
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    messages = [record.getMessage() for record in caplog.records]
+    for name in ("_prefill", "_run"):
+        assert sum(f"XLA compilation of jit({name})" in message for message in messages) == 1
+
+
 def test_results_do_not_depend_on_x64():
     model, prompt = tiny_models.load(SMALL), tiny_models.prompt(SMALL)
     with jax.enable_x64(True):
