@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 import jaxattn
 from bench.inputs import Inputs
+from bench.peers import Candidate
 
 
 def metadata_of(inputs: Inputs, page_table) -> jaxattn.AttentionMetadata:
@@ -24,13 +25,20 @@ def metadata_of(inputs: Inputs, page_table) -> jaxattn.AttentionMetadata:
         )
 
 
-def candidates(inputs: Inputs, implementation: str, batch_invariant: bool = False) -> Iterator:
+def candidates(inputs: Inputs, implementation: str, batch_invariant: bool = False) -> Iterator[Candidate]:
     """The public call with its own tuned settings, the plan computed once and passed in, as layers share it."""
+    window = inputs.shape.window
     metadata = [metadata_of(inputs, table) for table in inputs.page_tables]
     if implementation == "triton":
         from jaxattn.plan import make_plan
 
-        plan = make_plan(metadata[0], inputs.q, inputs.k_cache, batch_invariant=batch_invariant)
+        plan = make_plan(
+            metadata[0],
+            inputs.q,
+            inputs.k_cache,
+            sliding_windows=(window,),
+            batch_invariant=batch_invariant,
+        )
         metadata = [dataclasses.replace(m, plan=plan) for m in metadata]
 
     def calls(q, k_cache, v_cache, metadata):
@@ -40,6 +48,8 @@ def candidates(inputs: Inputs, implementation: str, batch_invariant: bool = Fals
                 k_cache,
                 v_cache,
                 m,
+                sliding_window=window,
+                sinks=inputs.sinks,
                 k_descale=inputs.k_descale,
                 v_descale=inputs.v_descale,
                 implementation=implementation,
@@ -49,4 +59,4 @@ def candidates(inputs: Inputs, implementation: str, batch_invariant: bool = Fals
         ]
 
     arguments = (inputs.q, inputs.k_cache, inputs.v_cache, metadata)
-    yield "tuned", calls, arguments, len(metadata), lambda results: results[0]
+    yield Candidate("", calls, arguments, len(metadata), lambda results: results[0])
