@@ -59,6 +59,7 @@ def roofline(result: dict, ax: Axes) -> None:
         xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP / byte)", ylabel="achieved (TFLOP/s)",
         title=f"Roofline on {result['environment']['device']}",
     )  # fmt: skip
+    ax.set_ylim(top=1.6 * max([peak, *(r["tflops"] for r in rows)]))
     ax.grid(True, which="major", alpha=0.3)
     ax.legend(loc="lower right", fontsize=8)
 

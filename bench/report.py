@@ -4,26 +4,25 @@ python -m bench.report results.json [--scaling scaling.json] [--output bench/RES
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench import results
+from bench import results, scaling
 from bench.environment import ROOT
 
 TITLES = {"decode": "Decode and verify", "prefill": "Prefill", "step": "Page table and plan of a step"}
 CEILING = {"decode": "share of read", "prefill": "share of matmul", "step": ""}
 
 
-def markdown(result: dict, plots: list[str], scaling: dict | None = None) -> str:
+def markdown(result: dict, plots: list[str], fits: dict | None = None) -> str:
     """The whole page.
 
     Args:
         result: of `bench.run`.
         plots: names of the image files, relative to the page.
-        scaling: of `bench.scaling`.
+        fits: of `bench.scaling`.
     """
-    return "\n".join([*_head(result), *_tables(result), *_scaling(scaling), *_images(plots)]) + "\n"
+    return "\n".join([*_head(result), *_tables(result), *_scaling(fits), *_images(plots)]) + "\n"
 
 
 def _head(result: dict) -> Iterator[str]:
@@ -77,14 +76,14 @@ def _tables(result: dict) -> Iterator[str]:
             yield f"* {who}: {reason} ({', '.join(cases)})"
 
 
-def _scaling(scaling: dict | None) -> Iterator[str]:
-    if scaling is None:
+def _scaling(fits: dict | None) -> Iterator[str]:
+    if fits is None:
         return
     yield "\n## Scaling of a decode step\n"
-    yield f"`{scaling['environment']['command']}`\n"
+    yield f"`{fits['environment']['command']}`\n"
     yield "| axis | sizes | exponent | last doubling |"
     yield "|---|---|---:|---:|"
-    for fitted in scaling["axes"]:
+    for fitted in fits["axes"]:
         sizes = " ".join(map(str, fitted["sizes"]))
         spread = f"{fitted['exponent']:.2f} ({fitted['low']:.2f}..{fitted['high']:.2f})"
         yield f"| {fitted['axis']} | {sizes} | {spread} | {fitted['last_doubling']:.2f} |"
@@ -97,18 +96,18 @@ def _images(plots: list[str]) -> Iterator[str]:
         yield f"\n![{Path(plot).stem}]({plot})"
 
 
-def write(result: dict, page: Path, scaling: dict | None = None) -> None:
+def write(result: dict, page: Path, fits: dict | None = None) -> None:
     """Write the page, and its plots into a folder `results` beside it."""
     from bench import plots
 
     folder = page.parent / "results"
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {"roofline": (plots.roofline, result), "times": (plots.times, result)}
-    if scaling:
-        drawn["scaling"] = (plots.scaling, scaling)
+    if fits:
+        drawn["scaling"] = (plots.scaling, fits)
     for name, (draw, figures) in drawn.items():
         plots.save(draw, figures, folder / f"{name}.svg")
-    page.write_text(markdown(result, [f"results/{name}.svg" for name in drawn], scaling))
+    page.write_text(markdown(result, [f"results/{name}.svg" for name in drawn], fits))
 
 
 def main(arguments=None) -> int:
@@ -124,10 +123,10 @@ def main(arguments=None) -> int:
     options = parser.parse_args(arguments)
     try:
         result = results.load(options.file)
-        scaling = None if options.scaling is None else json.loads(Path(options.scaling).read_text())
-    except (results.BadResult, OSError, json.JSONDecodeError) as error:
+        fits = None if options.scaling is None else scaling.load(options.scaling)
+    except results.BadResult as error:
         parser.error(str(error))
-    write(result, options.output, scaling)
+    write(result, options.output, fits)
     return 0
 
 

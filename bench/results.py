@@ -1,6 +1,7 @@
 """The result of a run as data: rows of figures, and what follows from them."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ FORMAT = "jaxattn.bench/1"
 
 
 class BadResult(ValueError):
-    """A file that `bench.run` did not write."""
+    """A file that the benchmarks did not write."""
 
 
 def refused_row(case: str, who: str, reason: str) -> dict:
@@ -89,19 +90,33 @@ def merged(results: list[dict]) -> dict:
 
 def save(path, result: dict) -> None:
     """Write a result."""
-    Path(path).write_text(json.dumps(result, indent=1) + "\n")
+    Path(path).write_text(_unfold(json.dumps(result, indent=1)) + "\n")
+
+
+def _unfold(text: str) -> str:
+    """Put each list of numbers on one line."""
+    return re.sub(r"\[\s+([-\d.e+,\s]+?)\s+\]", lambda m: "[" + " ".join(m[1].split()) + "]", text)
 
 
 def load(path) -> dict:
-    """Read a result.
+    """Read a result of `bench.run`.
 
     Raises:
-        BadResult: the file is not there or is no result of `bench.run`.
+        BadResult: the file is not there or is no such result.
+    """
+    return read_json(path, FORMAT, "bench.run")
+
+
+def read_json(path, form: str, program: str) -> dict:
+    """Read a file that `program` wrote.
+
+    Raises:
+        BadResult: the file is not there or has not the format `form`.
     """
     try:
-        result = json.loads(Path(path).read_text())
+        found = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise BadResult(f"{path}: expected a file that bench.run --json wrote: {error}") from error
-    if not isinstance(result, dict) or result.get("format") != FORMAT:
-        raise BadResult(f"{path}: expected a file that bench.run --json wrote, with format {FORMAT!r}")
-    return result
+        raise BadResult(f"{path}: expected a file that {program} --json wrote: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != form:
+        raise BadResult(f"{path}: expected a file that {program} --json wrote, with format {form!r}")
+    return found

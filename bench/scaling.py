@@ -8,18 +8,17 @@ and 0 is free; where a fixed cost weighs, the exponent of the last doubling is n
 """
 
 import argparse
-import json
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 
 import jaxattn
 from bench import contest, environment, shapes
-from bench.results import interval
+from bench.results import interval, read_json, save
 from bench.run import positive
 
+FORMAT = "jaxattn.bench.scaling/1"
 AXES = ("context", "batch", "pages", "heads")
 
 
@@ -59,6 +58,15 @@ def fit(axis: str, sizes: list[int], rounds: list[list[float]]) -> dict:
         "high": high,
         "last_doubling": last,
     }
+
+
+def load(path) -> dict:
+    """Read a result.
+
+    Raises:
+        BadResult: the file is not there or is no result of `bench.scaling`.
+    """
+    return read_json(path, FORMAT, "bench.scaling")
 
 
 def measure(
@@ -118,9 +126,9 @@ def main(arguments=None) -> int:
         fits.append(measure(axis, options.model, options.implementation, options.rounds, options.small))
         print(line(fits[-1]), flush=True)
     about = environment.describe("bench.scaling", arguments)
-    result = {"environment": about, "model": options.model, "axes": fits}
+    result = {"format": FORMAT, "environment": about, "model": options.model, "axes": fits}
     if options.json:
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+        save(options.json, result)
     if options.plot:
         from bench import plots
 

@@ -127,11 +127,11 @@ def contexts(batch: str) -> tuple[int, ...]:
     Raises:
         ValueError: the batch is none of these.
     """
-    if match := re.fullmatch(r"zipf(\d+)", batch):
+    if match := re.fullmatch(r"zipf([1-9]\d*)", batch):
         return zipf(int(match[1]), 65536)
-    if match := re.fullmatch(r"lognormal(\d+)", batch):
+    if match := re.fullmatch(r"lognormal([1-9]\d*)", batch):
         return lognormal(int(match[1]), 2048, 1.0)
-    parts = [re.fullmatch(r"(\d+)x(\d+k?)", part) for part in batch.split("+")]
+    parts = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*k?)", part) for part in batch.split("+")]
     if not all(parts):
         raise ValueError(f"batch: expected 32x8k, 1x64k+63x1k, zipf64 or lognormal128, got {batch!r}")
     return tuple(number(part[2]) for part in parts for _ in range(int(part[1])))
@@ -144,7 +144,7 @@ def parse(name: str) -> Shape:
         ValueError: the name is not `MODEL/BATCH/qN[/pN][/DTYPE]`.
     """
     model, *fields = name.split("/")
-    match = re.fullmatch(r"([^/]+)/q(\d+k?)(?:/p(\d+))?(?:/(\w+))?", "/".join(fields))
+    match = re.fullmatch(r"([^/]+)/q(\d+k?)(?:/p([1-9]\d*))?(?:/(\w+))?", "/".join(fields))
     if model not in MODELS or not match or match[4] not in (None, *DTYPES):
         raise ValueError(
             f"case: expected MODEL/BATCH/qN[/pN][/DTYPE], for example llama-3-8b/32x8k/q4, got {name!r}; "
