@@ -49,28 +49,28 @@ class Difference:
         return self.verdict in ("slower", "lost")
 
 
-def verdict_of(old: dict, new: dict) -> str | None:
-    """What became of a row; None where neither has figures."""
-    if "median_us" not in old:
-        return "gained" if "median_us" in new else None
-    if "median_us" not in new:
-        return "lost"
+def verdict_of(old: dict | None, new: dict | None) -> str | None:
+    """What became of a row that may be missing or refused; None where neither side has figures."""
+    has_old, has_new = ("median_us" in (row or {}) for row in (old, new))
+    if not (has_old and has_new):
+        if has_old:
+            return "only in old" if new is None else "lost"
+        if has_new:
+            return "only in new" if old is None else "gained"
+        return None
     if new["low_us"] > old["high_us"]:
         return "slower"
     return "faster" if new["high_us"] < old["low_us"] else "within spread"
 
 
 def compare(old: dict, new: dict) -> list[Difference]:
-    """Each row of either result, in the order of the old one; rows that both refuse are left out."""
+    """Each row with figures in either result, in the order of the old one."""
     olds, news = ({(r["case"], r["who"]): r for r in result["rows"]} for result in (old, new))
     found = []
     for key in dict.fromkeys([*olds, *news]):
-        if key not in news:
-            found.append(Difference(*key, "only in old", old=olds[key]))
-        elif key not in olds:
-            found.append(Difference(*key, "only in new", new=news[key]))
-        elif verdict := verdict_of(olds[key], news[key]):
-            found.append(Difference(*key, verdict, old=olds[key], new=news[key]))
+        old_row, new_row = olds.get(key), news.get(key)
+        if verdict := verdict_of(old_row, new_row):
+            found.append(Difference(*key, verdict, old=old_row, new=new_row))
     return found
 
 
@@ -83,10 +83,10 @@ def lines(differences: list[Difference], old: dict, new: dict) -> Iterator[str]:
     if old["environment"]["device"] != new["environment"]["device"]:
         yield "the devices differ, so the ratios say nothing about the code"
     width = max((len(d.case) for d in differences), default=4) + 2
-    yield f"{'case':<{width}}{'who':<10}{'old us':>24}{'new us':>26}{'new/old':>9}  verdict"
+    yield f"{'case':<{width}}{'who':<10}{'old us':>28}{'new us':>30}{'new/old':>9}  verdict"
     for d in differences:
         ratio = "" if d.ratio is None else f"{d.ratio:.3f}"
-        yield f"{d.case:<{width}}{d.who:<10}{_times(d.old):>24}{_times(d.new):>26}{ratio:>9}  {d.verdict}"
+        yield f"{d.case:<{width}}{d.who:<10}{_times(d.old):>28}{_times(d.new):>30}{ratio:>9}  {d.verdict}"
     counts = [(verdict, sum(d.verdict == verdict for d in differences)) for verdict in VERDICTS]
     yield ", ".join(f"{count} {verdict}" for verdict, count in counts if count) or "no rows with figures"
 
@@ -131,7 +131,8 @@ def run_in(tree: Path, arguments: list[str]) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         command = [sys.executable, "-m", "bench.run", *arguments, "--json", str(path)]
-        environment = os.environ | {"PYTHONPATH": str(tree)}
+        path_list = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": path_list}
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise BadRef(f"bench.run over {tree} failed:\n{done.stderr.strip()[-2000:]}")

@@ -7,10 +7,10 @@ import jax
 
 from bench import shapes, step
 from bench.inputs import TOLERANCE, make_inputs, sampled_error
-from bench.peers import Candidate, cudnn, dense, fa3, jax_paged, ours
+from bench.peers import Candidate, cudnn, dense, fa3, fa3_dense, jax_paged, ours
 from bench.timing import Timing, device_time
 
-PEERS = {"fa3": fa3, "cudnn": cudnn, "jax-paged": jax_paged, "dense": dense}
+PEERS = {"fa3": fa3, "fa3-dense": fa3_dense, "cudnn": cudnn, "jax-paged": jax_paged, "dense": dense}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Measures attention cases with our implementations and the installed peers.
 
-    python -m bench.run --cases all --peers fa3 cudnn jax-paged aiter --json results.json   # on a GPU
+    python -m bench.run --cases all --peers fa3 fa3-dense cudnn jax-paged aiter --json results.json   # on a GPU
     python -m bench.run --cases small --peers dense                                         # anywhere
     python -m bench.run --case llama-3-8b/32x8k/q4 'gpt-oss*' toy/4x300/q2/f32
 
@@ -26,7 +26,7 @@ GROUPS = (*shapes.GROUPS, "step", "all")
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Job:
     """What to measure."""
 
     cases: tuple[str, ...]
@@ -48,25 +48,25 @@ def cases_of(group: str) -> tuple[str, ...]:
     return names
 
 
-def measure(plan: Plan, progress=lambda line: None) -> dict:
+def measure(job: Job, progress=lambda line: None) -> dict:
     """All rows of a run, with the machine's ceilings."""
     ceilings: dict[str, list[float]] = {"read_gbps": [], "matmul_tflops": []}
     entries: dict[str, dict[str, contest.Entry]] = {}
-    in_process = [peer for peer in plan.peers if peer in contest.PEERS]
-    if "aiter" in plan.peers:
-        entries |= _aiter_entries(plan.cases)
-    for number in range(plan.rounds):
+    in_process = [peer for peer in job.peers if peer in contest.PEERS]
+    if "aiter" in job.peers:
+        entries |= _aiter_entries(job.cases)
+    for number in range(job.rounds):
         ceilings["read_gbps"].append(timing.read_bandwidth())
         ceilings["matmul_tflops"].append(timing.matmul_rate())
-        for case in plan.cases:
-            progress(f"round {number + 1} of {plan.rounds}: {case}")
-            entrants = contest.make_contest(case, plan.implementations, in_process)
+        for case in job.cases:
+            progress(f"round {number + 1} of {job.rounds}: {case}")
+            entrants = contest.make_contest(case, job.implementations, in_process)
             known = entries.setdefault(case, {})
             if number == 0:
-                known = contest.first_round(entrants, plan.iterations) | known
+                known = contest.first_round(entrants, job.iterations) | known
             else:
                 mine = {who: known[who] for who in entrants.entrants}
-                known = known | contest.next_round(entrants, mine, plan.iterations)
+                known = known | contest.next_round(entrants, mine, job.iterations)
             entries[case] = known
             del entrants
     middle = {name: float(np.median(values)) for name, values in ceilings.items()}
@@ -74,15 +74,15 @@ def measure(plan: Plan, progress=lambda line: None) -> dict:
         results.refused_row(case, who, entry.refused)
         if entry.timing is None
         else results.row(case, who, entry.settings, entry.error, entry.timing, middle)
-        for case in plan.cases
+        for case in job.cases
         for who, entry in entries[case].items()
     ]
     return {
         "format": results.FORMAT,
         "clock": timing.clock(),
-        "rounds": plan.rounds,
+        "rounds": job.rounds,
         "ceilings": middle,
-        "rows": results.with_ratios(rows, plan.implementations, plan.peers),
+        "rows": results.with_ratios(rows, job.implementations, job.peers),
     }
 
 
@@ -132,7 +132,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def parse(arguments) -> tuple[Plan, str | None]:
+def parse(arguments) -> tuple[Job, str | None]:
     """Read the command line; a bad one ends the program with exit code 2."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -159,23 +159,21 @@ def parse(arguments) -> tuple[Plan, str | None]:
         parser.error(str(error))
     cases = dict.fromkeys([name for group in groups for name in cases_of(group)] + named)
     implementations = options.implementation or ["xla" if on_cpu else "triton"]
-    plan = Plan(
-        tuple(cases), tuple(implementations), tuple(options.peers), options.rounds, options.iterations
-    )
-    return plan, options.json
+    job = Job(tuple(cases), tuple(implementations), tuple(options.peers), options.rounds, options.iterations)
+    return job, options.json
 
 
-def run(plan: Plan, arguments, progress=lambda line: None) -> dict:
-    """Measure a plan; the environment is read last, while the clocks are those of the load."""
-    result = measure(plan, progress)
+def run(job: Job, arguments, progress=lambda line: None) -> dict:
+    """Measure a job; the environment is read last, while the clocks are those of the load."""
+    result = measure(job, progress)
     return {"environment": environment.describe("bench.run", arguments), **result}
 
 
 def main(arguments=None) -> int:
     """Command line."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    plan, path = parse(arguments)
-    result = run(plan, arguments, lambda line: print(line, file=sys.stderr, flush=True))
+    job, path = parse(arguments)
+    result = run(job, arguments, lambda line: print(line, file=sys.stderr, flush=True))
     print(*lines(result), sep="\n")
     if path:
         results.save(path, result)

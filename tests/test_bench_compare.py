@@ -67,6 +67,7 @@ def test_rows_of_one_file_are_listed():
 def test_what_neither_measures_is_left_out():
     refused = {"case": "x", "who": "fa3", "refused": "not installed"}
     assert compare.compare(result(refused), result(refused)) == []
+    assert compare.compare(result(refused), result()) == []
     assert compare.compare(result(refused), result(row("x", "fa3")))[0].verdict == "gained"
 
 

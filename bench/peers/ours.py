@@ -27,7 +27,7 @@ def metadata_of(inputs: Inputs, page_table) -> jaxattn.AttentionMetadata:
 
 def candidates(inputs: Inputs, implementation: str, batch_invariant: bool = False) -> Iterator[Candidate]:
     """The public call with its own tuned settings, the plan computed once and passed in, as layers share it."""
-    window = inputs.shape.window
+    window, k_descale, v_descale = inputs.shape.window, inputs.k_descale, inputs.v_descale
     metadata = [metadata_of(inputs, table) for table in inputs.page_tables]
     if implementation == "triton":
         from jaxattn.plan import make_plan
@@ -41,7 +41,8 @@ def candidates(inputs: Inputs, implementation: str, batch_invariant: bool = Fals
         )
         metadata = [dataclasses.replace(m, plan=plan) for m in metadata]
 
-    def calls(q, k_cache, v_cache, metadata):
+    # The function outlives the inputs of a round, so it holds none of their arrays.
+    def calls(q, k_cache, v_cache, metadata, sinks):
         return [
             jaxattn.unified_attention(
                 q,
@@ -49,14 +50,14 @@ def candidates(inputs: Inputs, implementation: str, batch_invariant: bool = Fals
                 v_cache,
                 m,
                 sliding_window=window,
-                sinks=inputs.sinks,
-                k_descale=inputs.k_descale,
-                v_descale=inputs.v_descale,
+                sinks=sinks,
+                k_descale=k_descale,
+                v_descale=v_descale,
                 implementation=implementation,
                 batch_invariant=batch_invariant,
             )
             for m in metadata
         ]
 
-    arguments = (inputs.q, inputs.k_cache, inputs.v_cache, metadata)
+    arguments = (inputs.q, inputs.k_cache, inputs.v_cache, metadata, inputs.sinks)
     yield Candidate("", calls, arguments, len(metadata), lambda results: results[0])
