@@ -3,7 +3,8 @@
     python -m bench.compare old.json new.json [--fail]
     python -m bench.compare --ref HEAD~1 --case 'llama-3-8b/32x8k*' [--fail]
 
-A row is slower or faster only where the spreads (10th to 90th percentile) of the two do not touch. With `--ref` the
+A row is slower or faster only where the spreads (10th to 90th percentile) of the two do not touch and the medians
+differ by more than the wider of them. Two runs on a machine that others load may still differ; with `--ref` the
 benchmarks of this checkout run over the library of that commit, in a temporary worktree, and over this checkout's, in
 turn. `--fail` makes the exit code 1 where a row became slower or lost its figures.
 """
@@ -58,6 +59,9 @@ def verdict_of(old: dict | None, new: dict | None) -> str | None:
         if has_new:
             return "only in new" if old is None else "gained"
         return None
+    wider = max(row["high_us"] - row["low_us"] for row in (old, new))
+    if abs(new["median_us"] - old["median_us"]) <= wider:
+        return "within spread"
     if new["low_us"] > old["high_us"]:
         return "slower"
     return "faster" if new["high_us"] < old["low_us"] else "within spread"

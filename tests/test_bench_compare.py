@@ -42,14 +42,16 @@ def result(*rows, device="a device", commit="abc"):
 @pytest.mark.parametrize(
     ("new", "verdict"),
     [
-        (row(low=11.1, median=12.0, high=13.0), "slower"),
-        (row(low=10.9, median=12.0, high=13.0), "within spread"),
-        (row(low=7.0, median=8.0, high=8.9), "faster"),
-        (row(low=7.0, median=8.0, high=9.0), "within spread"),
+        (row(low=11.1, median=12.1, high=13.0), "slower"),
+        (row(low=11.0, median=12.1, high=13.0), "within spread"),
+        (row(low=11.1, median=14.0, high=16.0), "within spread"),
+        (row(low=7.0, median=7.9, high=8.9), "faster"),
+        (row(low=7.0, median=7.9, high=9.0), "within spread"),
+        (row(low=5.0, median=7.9, high=8.9), "within spread"),
         ({"case": "a/b/q1", "who": "xla", "refused": "wrong answer"}, "lost"),
     ],
 )
-def test_a_verdict_needs_spreads_that_do_not_touch(new, verdict):
+def test_a_verdict_needs_spreads_apart_and_medians_further_apart_than_the_wider(new, verdict):
     (difference,) = compare.compare(result(row()), result(new))
     assert difference.verdict == verdict
     assert difference.ratio == (new["median_us"] / 10 if "median_us" in new else None)
