@@ -35,13 +35,9 @@ def roofline(result: dict, ax: Axes) -> None:
     bandwidth, peak = result["ceilings"]["read_gbps"], result["ceilings"]["matmul_tflops"]
     ridge = 1e3 * peak / bandwidth
     intensities = [r["flops_per_byte"] for r in rows]
-    x = np.geomspace(min([*intensities, ridge]) / 2, max([*intensities, ridge]) * 2, 200)
+    x = np.geomspace(min([*intensities, ridge]) / 4, max([*intensities, ridge]) * 2, 200)
     ax.plot(x, np.minimum(bandwidth * x / 1e3, peak), color="black", linewidth=1.2)
-    middle = np.sqrt(x[0] * ridge)
-    ax.annotate(
-        f"read {bandwidth:.4g} GB/s", (middle, bandwidth * middle / 1e3), (-8, 6), fontsize=8,
-        textcoords="offset points", ha="right",
-    )  # fmt: skip
+    ax.text(0.85 * ridge, peak, f"read {bandwidth:.4g} GB/s", fontsize=8, ha="right", va="center")
     ax.annotate(
         f"matmul {peak:.3g} TFLOP/s",
         (x[-1], peak),
