@@ -4,32 +4,36 @@ python -m bench.report results.json [--scaling scaling.json] [--output bench/RES
 """
 
 import argparse
-from collections.abc import Iterator
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench import results, scaling
 from bench.environment import ROOT
 
+DEFAULT_PAGE = ROOT / "bench" / "RESULTS.md"
 TITLES = {"decode": "Decode and verify", "prefill": "Prefill", "step": "Page table and plan of a step"}
 CEILING = {"decode": "share of read", "prefill": "share of matmul", "step": ""}
 
 
-def markdown(result: dict, plots: list[str], fits: dict | None = None) -> str:
+def markdown(result: dict, plots: list[str], fits: dict | None = None, arguments: Sequence[str] = ()) -> str:
     """The whole page.
 
     Args:
         result: of `bench.run`.
         plots: names of the image files, relative to the page.
         fits: of `bench.scaling`.
+        arguments: the command line that wrote the page.
     """
-    return "\n".join([*_head(result), *_tables(result), *_scaling(fits), *_images(plots)]) + "\n"
+    return "\n".join([*_head(result, arguments), *_tables(result), *_scaling(fits), *_images(plots)]) + "\n"
 
 
-def _head(result: dict) -> Iterator[str]:
+def _head(result: dict, arguments: Sequence[str]) -> Iterator[str]:
     about, ceilings = result["environment"], result["ceilings"]
     yield "# Results"
     yield ""
-    yield "Written by `python -m bench.report`; change the run, not this file."
+    yield f"Written by `{shlex.join(['python', '-m', 'bench.report', *arguments])}`; change the run, not this file."
     yield ""
     if about["backend"] == "cpu":
         yield "**These are times on a CPU.** They show that the tool works and say nothing about a GPU."
@@ -96,7 +100,7 @@ def _images(plots: list[str]) -> Iterator[str]:
         yield f"\n![{Path(plot).stem}]({plot})"
 
 
-def write(result: dict, page: Path, fits: dict | None = None) -> None:
+def write(result: dict, page: Path, fits: dict | None, arguments: Sequence[str]) -> None:
     """Write the page, and its plots into a folder `results` beside it."""
     from bench import plots
 
@@ -107,11 +111,12 @@ def write(result: dict, page: Path, fits: dict | None = None) -> None:
         drawn["scaling"] = (plots.scaling, fits)
     for name, (draw, figures) in drawn.items():
         plots.save(draw, figures, folder / f"{name}.svg")
-    page.write_text(markdown(result, [f"results/{name}.svg" for name in drawn], fits))
+    page.write_text(markdown(result, [f"results/{name}.svg" for name in drawn], fits, arguments))
 
 
 def main(arguments=None) -> int:
     """Command line."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
         prog="python -m bench.report",
         description=__doc__,
@@ -119,14 +124,14 @@ def main(arguments=None) -> int:
     )
     parser.add_argument("file", help="a result of bench.run --json")
     parser.add_argument("--scaling", metavar="FILE", help="a result of bench.scaling --json")
-    parser.add_argument("--output", type=Path, default=ROOT / "bench" / "RESULTS.md", metavar="FILE")
+    parser.add_argument("--output", type=Path, default=DEFAULT_PAGE, metavar="FILE")
     options = parser.parse_args(arguments)
     try:
         result = results.load(options.file)
         fits = None if options.scaling is None else scaling.load(options.scaling)
     except results.BadResult as error:
         parser.error(str(error))
-    write(result, options.output, fits)
+    write(result, options.output, fits, arguments)
     return 0
 
 

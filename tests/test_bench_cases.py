@@ -138,6 +138,8 @@ def test_a_contest_without_right_settings_says_why():
     ids=["dense", "jax-paged"],
 )
 def test_a_peer_that_runs_here_gives_the_right_answer(peer, name):
+    if peer is jax_paged and not jax_paged.installed():
+        pytest.skip("this jax has no paged attention of its own")
     inputs = make_inputs(shapes.parse(name))
     found = next(iter(peer.candidates(inputs)))
     assert sampled_error(inputs, found.output(found.function(*found.arguments))) < TOLERANCE["float32"]

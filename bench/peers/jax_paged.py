@@ -15,9 +15,17 @@ MODULE = "jax.experimental.pallas.ops.gpu.paged_attention"
 SETTINGS = ((4, 4), (8, 4), (8, 16), (8, 64))
 
 
+def installed() -> bool:
+    """Whether this jax still has the kernel."""
+    try:
+        return importlib.util.find_spec(MODULE) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def unavailable(shape: Shape) -> str | None:
     """Why it cannot run `shape`."""
-    if importlib.util.find_spec(MODULE) is None:
+    if not installed():
         return f"this jax has no {MODULE}"
     if jax.default_backend() != "gpu":
         return "needs a GPU"
