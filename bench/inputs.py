@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.shapes import Shape
+from bench.shapes import Shape, path_to
 
 L2_BYTES = 64 << 20
 TOLERANCE = {"bfloat16": 1.5e-2, "float16": 4e-3, "float32": 1e-4, "float8_e4m3fn": 3e-2, "int8": 3e-2}
@@ -91,11 +91,14 @@ def expected_rows(inputs: Inputs, s: int, kv_head: int, i: int) -> np.ndarray:
     """Float64 output `[H / K, D]` of query token `i` of sequence `s` for the query heads of one KV head."""
     shape = inputs.shape
     last = shape.contexts[s] - shape.q_len + i + 1
-    first = 0 if shape.window is None else max(0, last - shape.window)
+    seen = np.arange(0 if shape.window is None else max(0, last - shape.window), last)
+    if shape.parents is not None:
+        prefix = shape.contexts[s] - shape.q_len
+        seen = np.concatenate([np.arange(prefix), prefix + np.array(path_to(shape.parents, i))])
 
     def rows(cache, descale):
         picked = np.asarray(_take(cache, inputs.page_tables[0][s], kv_head), np.float64)
-        return picked.reshape(-1, shape.head_dim)[first:last] * (descale or 1.0)
+        return picked.reshape(-1, shape.head_dim)[seen] * (descale or 1.0)
 
     group = shape.num_heads // shape.num_kv_heads
     heads = slice(kv_head * group, (kv_head + 1) * group)

@@ -1,8 +1,9 @@
 """Named problem shapes: a model's heads and a batch, shared by the benchmarks, the tuner and the tests.
 
-A name is its own definition, `MODEL/BATCH/qN[/pN][/DTYPE]`, with a `k` for 1024:
+A name is its own definition, `MODEL/BATCH/qN[/treeN][/pN][/DTYPE]`, with a `k` for 1024:
 
     llama-3-8b/32x8k/q4             32 sequences of 8192 keys, each with 4 query tokens
+    llama-3-8b/32x8k/q8/tree2       8 query tokens as a draft tree of 2 branches
     qwen3.5-397b-tp2/1x64k+63x1k/q1/p64    one long sequence among short ones, pages of 64
     llama-3-8b/zipf64/q4/fp8        64 sequences whose lengths fall as 1/rank, K and V in fp8
 """
@@ -56,6 +57,7 @@ class Shape:
     head_dim: int
     window: int | None = None
     sinks: bool = False
+    branches: int | None = None
     page_size: int = 16
     kv_dtype: str = "bfloat16"
 
@@ -75,6 +77,13 @@ class Shape:
         return "bfloat16" if self.quantised else self.kv_dtype
 
     @property
+    def parents(self) -> tuple[int, ...] | None:
+        """The draft tree of each sequence; None where a query token sees all before it."""
+        if self.branches is None:
+            return None
+        return tuple(max(node - self.branches, 0) if node else -1 for node in range(self.q_len))
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of K and V that the call must read once."""
         reach = math.inf if self.window is None else self.window + self.q_len - 1
@@ -90,6 +99,10 @@ class Shape:
     @property
     def flops(self) -> int:
         """Floating-point operations of the two products over visible (query, key) pairs."""
+        per_key = 4 * self.num_heads * self.head_dim
+        if self.parents is not None:
+            paths = sum(len(path_to(self.parents, node)) for node in range(self.q_len))
+            return per_key * sum(self.q_len * (c - self.q_len) + paths for c in self.contexts)
         window = self.window or math.inf
         pairs = 0
         for context in self.contexts:
@@ -98,11 +111,20 @@ class Shape:
             pairs += growing * first + growing * (growing - 1) // 2
             if growing < self.q_len:
                 pairs += (self.q_len - growing) * self.window
-        return 4 * pairs * self.num_heads * self.head_dim
+        return per_key * pairs
 
     def replace(self, **changes) -> "Shape":
         """The same shape with `changes`."""
         return dataclasses.replace(self, **changes)
+
+
+def path_to(parents: tuple[int, ...], node: int) -> list[int]:
+    """A node of a draft tree and its ancestors, the node first."""
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path
 
 
 def zipf(num_seqs: int, longest: int) -> tuple[int, ...]:
@@ -141,24 +163,29 @@ def parse(name: str) -> Shape:
     """The shape that a name describes.
 
     Raises:
-        ValueError: the name is not `MODEL/BATCH/qN[/pN][/DTYPE]`.
+        ValueError: the name is not `MODEL/BATCH/qN[/treeN][/pN][/DTYPE]`, or asks for a tree under a window.
     """
     model, *fields = name.split("/")
-    match = re.fullmatch(r"([^/]+)/q(\d+k?)(?:/p([1-9]\d*))?(?:/(\w+))?", "/".join(fields))
-    if model not in MODELS or not match or match[4] not in (None, *DTYPES):
+    match = re.fullmatch(
+        r"([^/]+)/q(\d+k?)(?:/tree([1-9]\d*))?(?:/p([1-9]\d*))?(?:/(\w+))?", "/".join(fields)
+    )
+    if model not in MODELS or not match or match[5] not in (None, *DTYPES):
         raise ValueError(
-            f"case: expected MODEL/BATCH/qN[/pN][/DTYPE], for example llama-3-8b/32x8k/q4, got {name!r}; "
+            f"case: expected MODEL/BATCH/qN[/treeN][/pN][/DTYPE], for example llama-3-8b/32x8k/q4, got {name!r}; "
             f"models: {', '.join(MODELS)}; dtypes: {', '.join(DTYPES)}"
         )
     lengths, q_len = contexts(match[1]), number(match[2])
     if not 0 < q_len <= min(lengths):
         raise ValueError(f"case {name!r}: expected 1 to {min(lengths)} query tokens, got {q_len}")
+    if match[3] and MODELS[model].window:
+        raise ValueError(f"case {name!r}: expected a model without a window for a draft tree")
     return Shape(
         name=name,
         contexts=lengths,
         q_len=q_len,
-        page_size=int(match[3] or 16),
-        kv_dtype=DTYPES[match[4] or "bf16"],
+        branches=int(match[3]) if match[3] else None,
+        page_size=int(match[4] or 16),
+        kv_dtype=DTYPES[match[5] or "bf16"],
         **dataclasses.asdict(MODELS[model]),
     )
 
@@ -178,12 +205,13 @@ PREFILL = _parse_all("""
     llama-3-8b/1x16k/q16k llama-3-8b/8x2k/q2k llama-3-8b/4x16k/q2k qwen3-next-80b/2x8k/q4k
 """)
 OTHER = _parse_all("""
+    llama-3-8b/32x8k/q8/tree2 qwen3.5-397b-tp2/32x8k/q8/tree3
     qwen3.5-397b-tp4/32x8k/q4 gemma-3-12b-local/32x8k/q1 gemma-3-12b-global/32x8k/q1
     gpt-oss-120b-local/32x8k/q1 gpt-oss-120b-global/32x8k/q1
 """)
 SMALL = _parse_all("""
     toy/8x256/q1/f32 toy/8x256/q4/f32 toy/8x256/q4/p64/f32 toy/1x1k+7x64/q4/f32 toy/1x2k/q1/f32
-    toy-local/8x256/q1/f32 toy/8x256/q4/bf16 toy/2x256/q256/f32 toy/1x512/q128/f32
+    toy-local/8x256/q1/f32 toy/8x256/q4/bf16 toy/8x256/q8/tree2/f32 toy/2x256/q256/f32 toy/1x512/q128/f32
 """)
 GROUPS = {"decode": DECODE, "fp8": FP8, "prefill": PREFILL, "other": OTHER, "small": SMALL}
 ALL = {shape.name: shape for group in GROUPS.values() for shape in group}

@@ -33,6 +33,8 @@ def test_a_name_says_everything():
         "toy/2x3/q0",
         "toy/0x3/q1",
         "toy/zipf0/q1",
+        "toy/2x9/q4/tree0",
+        "toy-local/2x9/q4/tree2",
         "toy/2x3/q1/p0",
     ],
 )
@@ -71,7 +73,32 @@ def test_work_counts_visible_keys(window, q_len):
     assert shape.kv_bytes == 2 * keys * 2 * 64 * 4
 
 
-@pytest.mark.parametrize("name", ["toy/1x40+2x9/q3/p4/f32", "toy-local/2x70/q2/f32", "toy/2x20/q2/p8/fp8"])
+def ancestors_of(shape):
+    """`[S * q_len, 1]` bits of the draft trees, from the definition; None without trees."""
+    if shape.parents is None:
+        return None
+    bits = np.zeros((shape.q_len, 1), np.uint64)
+    for node, parent in enumerate(shape.parents):
+        bits[node] = np.uint64(1 << node) | (bits[parent] if parent >= 0 else np.uint64(0))
+    return np.tile(bits, (len(shape.contexts), 1))
+
+
+@pytest.mark.parametrize("branches", [1, 2, 3])
+def test_work_counts_the_paths_of_a_tree(branches):
+    shape = shapes.parse(f"toy/1x12+2x30/q7/tree{branches}/f32")
+    bits = ancestors_of(shape)[:7]
+    depths = oracle.depths_of(bits)
+    seen = [
+        len(oracle.visible_keys(row=i, q_len=7, seqused_k=c, bits=bits, depths=depths))
+        for c in shape.contexts
+        for i in range(7)
+    ]
+    assert shape.flops == 4 * sum(seen) * 8 * 64
+
+
+@pytest.mark.parametrize(
+    "name", ["toy/2x30/q6/tree2/f32", "toy/1x40+2x9/q3/p4/f32", "toy-local/2x70/q2/f32", "toy/2x20/q2/p8/fp8"]
+)
 def test_the_gate_knows_the_right_answer(name):
     inputs = make_inputs(shapes.parse(name))
     shape = inputs.shape
@@ -84,6 +111,7 @@ def test_the_gate_knows_the_right_answer(name):
         sinks=None if inputs.sinks is None else np.asarray(inputs.sinks, np.float64),
         k_descale=inputs.k_descale,
         v_descale=inputs.v_descale,
+        ancestors=ancestors_of(shape),
     )
     for s in range(len(shape.contexts)):
         for kv_head in range(2):
@@ -164,7 +192,15 @@ def test_a_wrong_page_table_is_wrong():
 
 def test_the_command_writes_what_it_prints(tmp_path, capsys):
     path = tmp_path / "result.json"
-    arguments = ["--case", "toy/2x40/q2/f32", "step/4x8", "toy-local/2x40/q1/f32", "--implementation", "xla"]
+    arguments = [
+        "--case",
+        "toy/2x40/q2/f32",
+        "step/4x8",
+        "toy-local/2x40/q1/f32",
+        "toy/2x40/q5/tree2/f32",
+        "--implementation",
+        "xla",
+    ]
     arguments += ["--peers", "dense", "--rounds", "2", "--iterations", "3", "--json", str(path)]
     assert run.main(arguments) == 0
     out = capsys.readouterr().out
@@ -181,6 +217,7 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
     )
     assert rows["step/4x8", "xla"]["kind"] == "step"
     assert "sinks" in rows["toy-local/2x40/q1/f32", "dense"]["refused"]
+    assert rows["toy/2x40/q5/tree2/f32", "xla"]["error"] < 1e-4
     assert {"device", "commit", "versions", "command", "clocks"} <= result["environment"].keys()
     assert result["environment"]["command"].startswith("python -m bench.run --case toy/2x40/q2/f32")
     assert f"{ours['median_us']:.1f}" in out

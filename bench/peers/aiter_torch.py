@@ -24,8 +24,14 @@ def unavailable(shape: Shape) -> str | None:
         found = None
     if found is None or importlib.util.find_spec("torch") is None:
         return "aiter and torch are not installed"
-    if shape.kind == "prefill" or shape.kv_dtype != "bfloat16" or shape.window or shape.sinks:
-        return "compared for decode and verify in bfloat16, without windows and sinks"
+    if (
+        shape.kind == "prefill"
+        or shape.kv_dtype != "bfloat16"
+        or shape.window
+        or shape.sinks
+        or shape.branches
+    ):
+        return "compared for decode and verify in bfloat16, without windows, sinks and draft trees"
     return None
 
 

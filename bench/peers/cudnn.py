@@ -17,8 +17,8 @@ def unavailable(shape: Shape) -> str | None:
         return "jax.nn.dot_product_attention takes fp16 and bf16 only"
     if len(set(shape.contexts)) > 1 or shape.q_len != shape.contexts[0]:
         return "contiguous causal attention needs equal lengths and no prefix"
-    if shape.window or shape.sinks:
-        return "compared without windows and sinks"
+    if shape.window or shape.sinks or shape.branches:
+        return "compared without windows, sinks and draft trees"
     return None
 
 

@@ -17,6 +17,8 @@ def unavailable(shape: Shape) -> str | None:
     """Why it cannot run `shape`."""
     if shape.quantised or shape.sinks:
         return "jax.nn.dot_product_attention knows neither descales nor sinks"
+    if shape.branches:
+        return "compared without draft trees"
     scores = 4 * len(shape.contexts) * shape.num_heads * shape.q_len * max(shape.contexts)
     if scores > SCORES_LIMIT:
         return f"its scores would take {scores >> 30} GiB"

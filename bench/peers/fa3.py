@@ -18,8 +18,8 @@ def unavailable(shape: Shape) -> str | None:
         return "flash-attn3-jax is not installed"
     if shape.kv_dtype not in ("bfloat16", "float16"):
         return "the package takes fp16 and bf16 only"
-    if shape.sinks:
-        return "the package knows no sinks"
+    if shape.sinks or shape.branches:
+        return "the package knows neither sinks nor draft trees"
     if shape.head_dim > 128:
         return "the package is built for head widths up to 128"
     return None

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jaxattn
 from bench.inputs import Inputs
@@ -14,6 +15,7 @@ from bench.peers import Candidate
 def metadata_of(inputs: Inputs, page_table) -> jaxattn.AttentionMetadata:
     """Metadata of the batch with `page_table`."""
     shape = inputs.shape
+    trees = None if shape.parents is None else np.tile(shape.parents, (len(shape.contexts), 1))
     with jax.enable_x64(True):
         return jaxattn.AttentionMetadata(
             page_table=jnp.asarray(page_table, jnp.int64),
@@ -21,6 +23,7 @@ def metadata_of(inputs: Inputs, page_table) -> jaxattn.AttentionMetadata:
             seqused_k=jnp.asarray(inputs.seqused_k, jnp.int64),
             max_seqlen_q=shape.q_len,
             page_size=shape.page_size,
+            ancestors=None if trees is None else jaxattn.ancestor_bits(trees),
             mode="decode" if shape.q_len == 1 else "target_verify" if shape.q_len <= 64 else "extend",
         )
 
