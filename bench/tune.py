@@ -204,7 +204,7 @@ def print_shape(name: str, results: list[dict], ceiling: float, top: int) -> Non
 def main(argv=None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", nargs="*", choices=list(shapes.ALL), default=None)
+    parser.add_argument("--shape", nargs="*", choices=list(shapes.ALL), default=None, metavar="NAME")
     parser.add_argument("--group", choices=("decode", "fp8", "prefill"), nargs="*", default=None)
     parser.add_argument(
         "--list", metavar="ARCH", help="compile candidates for ARCH, print them as JSON and end"
