@@ -1,129 +1,182 @@
-"""Measures attention shapes with our implementations and the installed peers.
+"""Measures attention cases with our implementations and the installed peers.
 
-    python -m bench.run [--shape NAME ...] [--group decode|fp8|prefill] [--implementation triton xla]
-                        [--peers fa3 cudnn aiter] [--json out.json]
+    python -m bench.run --cases all --peers fa3 fa3-dense cudnn jax-paged aiter --json results.json   # on a GPU
+    python -m bench.run --cases small --peers dense                                         # anywhere
+    python -m bench.run --case llama-3-8b/32x8k/q4 'gpt-oss*' toy/4x300/q2/f32
 
-Every result is checked against a float64 computation first; no speed is printed for a wrong answer.
+A case is named by model, batch and query length (see bench/shapes.py); `step/128x8192` is the page table and plan of
+a step. Every answer is checked against float64 first; no speed is printed for a wrong one. The cases are walked in
+several rounds, in each of which all entrants are timed in turn, so that a drift of the machine shows in the spread,
+which is the 10th to the 90th percentile of all samples.
 """
 
 import argparse
-import json
+import dataclasses
 import sys
 
 import jax
+import numpy as np
 
-from bench import shapes, timing
-from bench.inputs import Inputs, make_inputs, sampled_error
-from bench.peers import aiter_torch, cudnn, fa3, ours
+import jaxattn
+from bench import contest, environment, results, shapes, step, timing
+from bench.peers import aiter_torch
 
-IN_PROCESS = {"fa3": fa3, "cudnn": cudnn}
-TOLERANCE = {"bfloat16": 1.5e-2, "float8_e4m3fn": 3e-2}
-
-
-def best_of(candidates, inputs: Inputs) -> dict:
-    """The fastest candidate whose answer is right, or the reason why there is none."""
-    best, refusals = None, []
-    for settings, function, arguments, calls, output in candidates:
-        compiled = jax.jit(function)
-        try:
-            error = sampled_error(inputs, output(compiled(*arguments)))
-        except Exception as refusal:
-            refusals.append(f"{settings}: {type(refusal).__name__}: {str(refusal).splitlines()[0][:160]}")
-            continue
-        if not error < TOLERANCE[inputs.shape.kv_dtype]:
-            refusals.append(f"{settings}: wrong answer, error {error:.1e}")
-            continue
-        measured = timing.device_time(compiled, arguments, calls=calls)
-        if best is None or measured.median < best["median"]:
-            best = {
-                "settings": settings,
-                "error": error,
-                "median": measured.median,
-                "low": measured.low,
-                "high": measured.high,
-                "kernels": measured.kernels,
-            }
-    return best or {"refused": "; ".join(refusals)}
+PEERS = (*contest.PEERS, "aiter")
+GROUPS = (*shapes.GROUPS, "step", "all")
 
 
-def rate(shape: shapes.Shape, microseconds: float) -> float:
-    """GB/s of K and V bytes for decode, TFLOP/s for prefill."""
-    return (
-        shape.flops / microseconds / 1e6 if shape.kind == "prefill" else shape.kv_bytes / microseconds / 1e3
-    )
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to measure."""
+
+    cases: tuple[str, ...]
+    implementations: tuple[str, ...]
+    peers: tuple[str, ...] = ()
+    rounds: int = 3
+    iterations: int = 15
 
 
-def measure(names, implementations, peers) -> dict:
+def cases_of(group: str) -> tuple[str, ...]:
+    """Names of a group; `all` is everything but the small one."""
+    if group == "step":
+        return (step.FULL,)
+    names = tuple(shape.name for shape in shapes.GROUPS.get(group, ()))
+    if group == "small":
+        return (*names, step.SMALL)
+    if group == "all":
+        return tuple(name for g in GROUPS if g not in ("small", "all") for name in cases_of(g))
+    return names
+
+
+def measure(job: Job, progress=lambda line: None) -> dict:
     """All rows of a run, with the machine's ceilings."""
-    report = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "read_gbps": timing.read_bandwidth(),
-        "matmul_tflops": timing.matmul_rate(),
-        "rows": [],
+    ceilings: dict[str, list[float]] = {"read_gbps": [], "matmul_tflops": []}
+    entries: dict[str, dict[str, contest.Entry]] = {}
+    in_process = [peer for peer in job.peers if peer in contest.PEERS]
+    if "aiter" in job.peers:
+        entries |= _aiter_entries(job.cases)
+    for number in range(job.rounds):
+        ceilings["read_gbps"].append(timing.read_bandwidth())
+        ceilings["matmul_tflops"].append(timing.matmul_rate())
+        for case in job.cases:
+            progress(f"round {number + 1} of {job.rounds}: {case}")
+            entrants = contest.make_contest(case, job.implementations, in_process)
+            known = entries.setdefault(case, {})
+            if number == 0:
+                known = contest.first_round(entrants, job.iterations) | known
+            else:
+                mine = {who: known[who] for who in entrants.entrants}
+                known = known | contest.next_round(entrants, mine, job.iterations)
+            entries[case] = known
+            del entrants
+    middle = {name: float(np.median(values)) for name, values in ceilings.items()}
+    rows = [
+        results.refused_row(case, who, entry.refused)
+        if entry.timing is None
+        else results.row(case, who, entry.settings, entry.error, entry.timing, middle)
+        for case in job.cases
+        for who, entry in entries[case].items()
+    ]
+    return {
+        "format": results.FORMAT,
+        "clock": timing.clock(),
+        "rounds": job.rounds,
+        "ceilings": middle,
+        "rows": results.with_ratios(rows, job.implementations, job.peers),
     }
-    print(
-        f"{report['device']}: read {report['read_gbps']:.0f} GB/s, matmul {report['matmul_tflops']:.0f} TFLOP/s"
+
+
+def _aiter_entries(cases) -> dict[str, dict[str, contest.Entry]]:
+    """AITER's rows, measured in a process of its own."""
+    entries, wanted = {}, []
+    for case in cases:
+        if not step.is_step(case):
+            reason = aiter_torch.unavailable(shapes.parse(case))
+            entries[case] = {"aiter": contest.Entry(refused=reason)}
+            wanted += [] if reason else [case]
+    for case, found in (aiter_torch.measure(wanted) if wanted else {}).items():
+        entry = contest.Entry(refused=found.get("refused"))
+        if "samples" in found:
+            times = timing.Timing(tuple(found["samples"]))
+            entry = contest.Entry(settings=found["settings"], error=found["error"], timing=times)
+        entries[case] = {"aiter": entry}
+    return entries
+
+
+def lines(result: dict):
+    """The table as text: time and its spread, rates, share of the ceiling, our ratio to each peer."""
+    ceilings = result["ceilings"]
+    yield (
+        f"{result['environment']['device']}: read {ceilings['read_gbps']:.4g} GB/s, "
+        f"matmul {ceilings['matmul_tflops']:.3g} TFLOP/s, times by the {result['clock']} clock"
     )
-    torch_rows = {}
-    if "aiter" in peers:
-        torch_names = [n for n in names if aiter_torch.unavailable(shapes.ALL[n]) is None]
-        torch_rows = aiter_torch.measure(torch_names) if torch_names else {}
-    for name in names:
-        shape = shapes.ALL[name]
-        inputs = make_inputs(shape)
-        results = {i: best_of(ours.candidates(inputs, i), inputs) for i in implementations}
-        for peer in peers:
-            if peer in IN_PROCESS:
-                reason = IN_PROCESS[peer].unavailable(shape)
-                results[peer] = (
-                    {"refused": reason} if reason else best_of(IN_PROCESS[peer].candidates(inputs), inputs)
-                )
-            elif name in torch_rows:
-                results[peer] = torch_rows[name]
-        report["rows"].append({"shape": name, "kind": shape.kind, "results": results})
-        print_row(shape, results, report)
-        del inputs
-    return report
-
-
-def print_row(shape: shapes.Shape, results: dict, report: dict) -> None:
-    """One line a shape: rate, share of the ceiling, ratio of ours to each peer."""
-    unit = "TFLOP/s" if shape.kind == "prefill" else "GB/s"
-    ceiling = report["matmul_tflops"] if shape.kind == "prefill" else report["read_gbps"]
-    cells = []
-    for who, row in results.items():
-        if "median" not in row:
-            cells.append(f"{who}: {row.get('refused', row.get('settings'))}")
+    width = max(len(r["case"]) for r in result["rows"]) + 2
+    columns = f"{'us':>10}  {'spread':<18}{'GB/s':>8}{'TFLOP/s':>9}{'share':>7}  ratios; settings"
+    yield f"{'case':<{width}}{'who':<10}{columns}"
+    for r in result["rows"]:
+        head = f"{r['case']:<{width}}{r['who']:<10}"
+        if "refused" in r:
+            yield f"{head}  - {r['refused']}"
             continue
-        value = rate(shape, row["median"])
-        spread = (row["high"] - row["low"]) / row["median"]
-        cells.append(
-            f"{who} {value:.0f} {unit} {value / ceiling:.2f} ({row['median']:.1f} us ±{spread:.0%} {row['settings']})"
-        )
-    print(f"{shape.name:30s} " + " | ".join(cells), flush=True)
+        rates = f"{r['gbps']:>8.3g}{r['tflops']:>9.3g}{r['share']:>7.2f}" if r["kind"] != "step" else " " * 24
+        ratios = " ".join(f"{ratio:.2f}x {other}" for other, ratio in r.get("ratios", {}).items())
+        notes = "; ".join(filter(None, (ratios, r["settings"])))
+        spread = f"{r['low_us']:.1f}..{r['high_us']:.1f}"
+        yield f"{head}{r['median_us']:>10.1f}  {spread:<18}{rates}  {notes}".rstrip()
 
 
-def main(argv=None) -> int:
+def positive(text: str) -> int:
+    """A positive number of the command line."""
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
+    return int(text)
+
+
+def parse(arguments) -> tuple[Job, str | None]:
+    """Read the command line; a bad one ends the program with exit code 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    on_cpu = jax.default_backend() == "cpu"
+    parser.add_argument("--case", nargs="+", default=[], metavar="NAME", help="a name, or a pattern with *")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=GROUPS,
+        help="default: small on a CPU, all on a GPU, unless --case is given",
+    )
+    parser.add_argument("--implementation", nargs="+", choices=tuple(jaxattn.implementations()))
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=[])
+    parser.add_argument("--rounds", type=positive, default=3, help="over all cases")
+    parser.add_argument("--iterations", type=positive, default=15, help="timed runs a round")
+    parser.add_argument("--json", metavar="FILE", help="write every figure to this file")
+    options = parser.parse_args(arguments)
+    groups = options.cases or ([] if options.case else ["small" if on_cpu else "all"])
+    try:
+        picked = [name for name in options.case if not step.is_step(name)]
+        named = [*shapes.select(picked), *(name for name in options.case if step.is_step(name))]
+    except ValueError as error:
+        parser.error(str(error))
+    cases = dict.fromkeys([name for group in groups for name in cases_of(group)] + named)
+    implementations = options.implementation or ["xla" if on_cpu else "triton"]
+    job = Job(tuple(cases), tuple(implementations), tuple(options.peers), options.rounds, options.iterations)
+    return job, options.json
+
+
+def run(job: Job, arguments, progress=lambda line: None) -> dict:
+    """Measure a job; the environment is read last, while the clocks are those of the load."""
+    result = measure(job, progress)
+    return {"environment": environment.describe("bench.run", arguments), **result}
+
+
+def main(arguments=None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", nargs="*", choices=list(shapes.ALL), default=None)
-    parser.add_argument("--group", choices=("decode", "fp8", "prefill"), nargs="*", default=None)
-    parser.add_argument("--implementation", nargs="*", default=["triton"])
-    parser.add_argument("--peers", nargs="*", choices=("fa3", "cudnn", "aiter"), default=[])
-    parser.add_argument("--json", help="write every figure to this file")
-    options = parser.parse_args(argv)
-    groups = {"decode": shapes.DECODE, "fp8": shapes.FP8, "prefill": shapes.PREFILL}
-    names = options.shape or [s.name for g in options.group or groups for s in groups[g]]
-    if jax.default_backend() != "gpu":
-        print(
-            "bench.run measures device time with CUPTI and needs a CUDA device; found none", file=sys.stderr
-        )
-        return 2
-    report = measure(names, options.implementation, options.peers)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(report, file, indent=1)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    job, path = parse(arguments)
+    result = run(job, arguments, lambda line: print(line, file=sys.stderr, flush=True))
+    print(*lines(result), sep="\n")
+    if path:
+        results.save(path, result)
     return 0
 
 

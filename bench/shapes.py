@@ -1,9 +1,48 @@
-"""Named problem shapes: a model's heads and a batch, shared by the benchmarks and the tuner."""
+"""Named problem shapes: a model's heads and a batch, shared by the benchmarks, the tuner and the tests.
+
+A name is its own definition, `MODEL/BATCH/qN[/treeN][/pN][/DTYPE]`, with a `k` for 1024:
+
+    llama-3-8b/32x8k/q4             32 sequences of 8192 keys, each with 4 query tokens
+    llama-3-8b/32x8k/q8/tree2       8 query tokens as a draft tree of 2 branches
+    qwen3.5-397b-tp2/1x64k+63x1k/q1/p64    one long sequence among short ones, pages of 64
+    llama-3-8b/zipf64/q4/fp8        64 sequences whose lengths fall as 1/rank, K and V in fp8
+"""
 
 import dataclasses
+import fnmatch
 import math
+import re
 
 import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Heads:
+    """One attention layer of a model, or of one shard of it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    sinks: bool = False
+
+
+MODELS = {
+    "llama-3-8b": Heads(num_heads=32, num_kv_heads=8, head_dim=128),
+    "llama-3-70b-tp8": Heads(num_heads=8, num_kv_heads=1, head_dim=128),
+    "qwen3-next-80b": Heads(num_heads=16, num_kv_heads=2, head_dim=256),
+    "qwen3.5-397b-tp2": Heads(num_heads=16, num_kv_heads=1, head_dim=256),
+    "qwen3.5-397b-tp4": Heads(num_heads=8, num_kv_heads=1, head_dim=256),
+    "gemma-3-12b-local": Heads(num_heads=16, num_kv_heads=8, head_dim=256, window=1024),
+    "gemma-3-12b-global": Heads(num_heads=16, num_kv_heads=8, head_dim=256),
+    "gpt-oss-120b-local": Heads(num_heads=64, num_kv_heads=8, head_dim=64, window=128, sinks=True),
+    "gpt-oss-120b-global": Heads(num_heads=64, num_kv_heads=8, head_dim=64, sinks=True),
+    # Small enough for a CPU.
+    "toy": Heads(num_heads=8, num_kv_heads=2, head_dim=64),
+    "toy-local": Heads(num_heads=8, num_kv_heads=2, head_dim=64, window=48, sinks=True),
+}
+DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "fp8": "float8_e4m3fn", "int8": "int8"}
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,6 +55,9 @@ class Shape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    window: int | None = None
+    sinks: bool = False
+    branches: int | None = None
     page_size: int = 16
     kv_dtype: str = "bfloat16"
 
@@ -25,20 +67,64 @@ class Shape:
         return "prefill" if self.q_len > 64 else "decode"
 
     @property
+    def quantised(self) -> bool:
+        """Whether K and V are stored in one byte with a descale."""
+        return ITEMSIZE[self.kv_dtype] == 1
+
+    @property
+    def q_dtype(self) -> str:
+        """Dtype of the queries and the output."""
+        return "bfloat16" if self.quantised else self.kv_dtype
+
+    @property
+    def parents(self) -> tuple[int, ...] | None:
+        """The draft tree of each sequence; None where a query token sees all before it."""
+        if self.branches is None:
+            return None
+        return tuple(max(node - self.branches, 0) if node else -1 for node in range(self.q_len))
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of K and V that the call must read once."""
-        itemsize = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}[self.kv_dtype]
-        return 2 * sum(self.contexts) * self.num_kv_heads * self.head_dim * itemsize
+        reach = math.inf if self.window is None else self.window + self.q_len - 1
+        keys = sum(min(c, reach) for c in self.contexts)
+        return 2 * keys * self.num_kv_heads * self.head_dim * ITEMSIZE[self.kv_dtype]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the call must move: K and V, the queries and the output."""
+        rows = len(self.contexts) * self.q_len * self.num_heads * self.head_dim
+        return self.kv_bytes + 2 * rows * ITEMSIZE[self.q_dtype]
 
     @property
     def flops(self) -> int:
         """Floating-point operations of the two products over visible (query, key) pairs."""
-        pairs = sum(self.q_len * c - self.q_len * (self.q_len - 1) // 2 for c in self.contexts)
-        return 4 * pairs * self.num_heads * self.head_dim
+        per_key = 4 * self.num_heads * self.head_dim
+        if self.parents is not None:
+            paths = sum(len(path_to(self.parents, node)) for node in range(self.q_len))
+            return per_key * sum(self.q_len * (c - self.q_len) + paths for c in self.contexts)
+        window = self.window or math.inf
+        pairs = 0
+        for context in self.contexts:
+            first = context - self.q_len + 1  # keys that the first query sees, were there no window
+            growing = int(min(max(window - first, 0), self.q_len))
+            pairs += growing * first + growing * (growing - 1) // 2
+            if growing < self.q_len:
+                pairs += (self.q_len - growing) * self.window
+        return per_key * pairs
 
     def replace(self, **changes) -> "Shape":
         """The same shape with `changes`."""
         return dataclasses.replace(self, **changes)
+
+
+def path_to(parents: tuple[int, ...], node: int) -> list[int]:
+    """A node of a draft tree and its ancestors, the node first."""
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path
 
 
 def zipf(num_seqs: int, longest: int) -> tuple[int, ...]:
@@ -52,48 +138,93 @@ def lognormal(num_seqs: int, median: int, sigma: float, seed: int = 0) -> tuple[
     return tuple(int(c) for c in np.clip(draws, 64, 32 * median))
 
 
-def _decode(name, contexts, q_len, heads, page_size=16):
-    h, k, d = heads
+def number(text: str) -> int:
+    """`8k` is 8192."""
+    return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
+
+
+def contexts(batch: str) -> tuple[int, ...]:
+    """Lengths of a batch: `32x8k`, `1x64k+63x1k`, `zipf64` (longest 64K), `lognormal128` (median 2K).
+
+    Raises:
+        ValueError: the batch is none of these.
+    """
+    if match := re.fullmatch(r"zipf([1-9]\d*)", batch):
+        return zipf(int(match[1]), 65536)
+    if match := re.fullmatch(r"lognormal([1-9]\d*)", batch):
+        return lognormal(int(match[1]), 2048, 1.0)
+    parts = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*k?)", part) for part in batch.split("+")]
+    if not all(parts):
+        raise ValueError(f"batch: expected 32x8k, 1x64k+63x1k, zipf64 or lognormal128, got {batch!r}")
+    return tuple(number(part[2]) for part in parts for _ in range(int(part[1])))
+
+
+def parse(name: str) -> Shape:
+    """The shape that a name describes.
+
+    Raises:
+        ValueError: the name is not `MODEL/BATCH/qN[/treeN][/pN][/DTYPE]`, or asks for a tree under a window.
+    """
+    model, *fields = name.split("/")
+    match = re.fullmatch(
+        r"([^/]+)/q(\d+k?)(?:/tree([1-9]\d*))?(?:/p([1-9]\d*))?(?:/(\w+))?", "/".join(fields)
+    )
+    if model not in MODELS or not match or match[5] not in (None, *DTYPES):
+        raise ValueError(
+            f"case: expected MODEL/BATCH/qN[/treeN][/pN][/DTYPE], for example llama-3-8b/32x8k/q4, got {name!r}; "
+            f"models: {', '.join(MODELS)}; dtypes: {', '.join(DTYPES)}"
+        )
+    lengths, q_len = contexts(match[1]), number(match[2])
+    if not 0 < q_len <= min(lengths):
+        raise ValueError(f"case {name!r}: expected 1 to {min(lengths)} query tokens, got {q_len}")
+    if match[3] and MODELS[model].window:
+        raise ValueError(f"case {name!r}: expected a model without a window for a draft tree")
     return Shape(
         name=name,
-        contexts=tuple(contexts),
+        contexts=lengths,
         q_len=q_len,
-        num_heads=h,
-        num_kv_heads=k,
-        head_dim=d,
-        page_size=page_size,
+        branches=int(match[3]) if match[3] else None,
+        page_size=int(match[4] or 16),
+        kv_dtype=DTYPES[match[5] or "bf16"],
+        **dataclasses.asdict(MODELS[model]),
     )
 
 
-LLAMA_8B = (32, 8, 128)
-LLAMA_70B_TP8 = (8, 1, 128)
-GEMMA_LIKE = (16, 2, 256)
-QWEN3_5_TP2 = (16, 1, 256)
+def _parse_all(names: str) -> tuple[Shape, ...]:
+    return tuple(parse(name) for name in names.split())
 
-DECODE = (
-    _decode("32x8K-llama8b-q1", [8192] * 32, 1, LLAMA_8B),
-    _decode("32x8K-llama8b-q4", [8192] * 32, 4, LLAMA_8B),
-    _decode("1x128K-llama8b-q4", [131072], 4, LLAMA_8B),
-    _decode("128x4K-llama70btp8-q4", [4096] * 128, 4, LLAMA_70B_TP8),
-    _decode("64x2K-gemma-q1", [2048] * 64, 1, GEMMA_LIKE),
-    _decode("4x64K-qwen3.5-q4", [65536] * 4, 4, QWEN3_5_TP2),
-    _decode("16x32K-qwen3.5-q4", [32768] * 16, 4, QWEN3_5_TP2),
-    _decode("32x8K-qwen3.5-q4", [8192] * 32, 4, QWEN3_5_TP2),
-    _decode("1x64K+63x1K-llama8b-q4", [65536] + [1024] * 63, 4, LLAMA_8B),
-    _decode("1x64K+63x1K-llama70btp8-q1", [65536] + [1024] * 63, 1, LLAMA_70B_TP8),
-    _decode("1x128K-llama70btp8-q1", [131072], 1, LLAMA_70B_TP8),
-    _decode("zipf64-llama8b-q4", zipf(64, 65536), 4, LLAMA_8B),
-    _decode("lognormal128-llama8b-q4", lognormal(128, 2048, 1.0), 4, LLAMA_8B),
-)
-FP8 = tuple(
-    s.replace(name=s.name + "-fp8", kv_dtype="float8_e4m3fn")
-    for s in DECODE
-    if s.name in ("32x8K-llama8b-q1", "32x8K-llama8b-q4", "32x8K-qwen3.5-q4")
-)
-PREFILL = (
-    _decode("prefill-1x16K-llama8b", [16384], 16384, LLAMA_8B),
-    _decode("prefill-8x2K-llama8b", [2048] * 8, 2048, LLAMA_8B),
-    _decode("prefill-4x2K-of-16K-llama8b", [16384] * 4, 2048, LLAMA_8B),
-    _decode("prefill-2x4K-of-8K-gemma", [8192] * 2, 4096, GEMMA_LIKE),
-)
-ALL = {s.name: s for s in (*DECODE, *FP8, *PREFILL)}
+
+DECODE = _parse_all("""
+    llama-3-8b/32x8k/q1 llama-3-8b/32x8k/q4 llama-3-8b/1x128k/q4 llama-3-70b-tp8/128x4k/q4
+    qwen3-next-80b/64x2k/q1 qwen3.5-397b-tp2/4x64k/q4 qwen3.5-397b-tp2/16x32k/q4 qwen3.5-397b-tp2/32x8k/q4
+    llama-3-8b/1x64k+63x1k/q4 llama-3-70b-tp8/1x64k+63x1k/q1 llama-3-70b-tp8/1x128k/q1
+    llama-3-8b/zipf64/q4 llama-3-8b/lognormal128/q4
+""")
+FP8 = _parse_all("llama-3-8b/32x8k/q1/fp8 llama-3-8b/32x8k/q4/fp8 qwen3.5-397b-tp2/32x8k/q4/fp8")
+PREFILL = _parse_all("""
+    llama-3-8b/1x16k/q16k llama-3-8b/8x2k/q2k llama-3-8b/4x16k/q2k qwen3-next-80b/2x8k/q4k
+""")
+OTHER = _parse_all("""
+    llama-3-8b/32x8k/q8/tree2 qwen3.5-397b-tp2/32x8k/q8/tree3
+    qwen3.5-397b-tp4/32x8k/q4 gemma-3-12b-local/32x8k/q1 gemma-3-12b-global/32x8k/q1
+    gpt-oss-120b-local/32x8k/q1 gpt-oss-120b-global/32x8k/q1
+""")
+SMALL = _parse_all("""
+    toy/8x256/q1/f32 toy/8x256/q4/f32 toy/8x256/q4/p64/f32 toy/1x1k+7x64/q4/f32 toy/1x2k/q1/f32
+    toy-local/8x256/q1/f32 toy/8x256/q4/bf16 toy/8x256/q8/tree2/f32 toy/2x256/q256/f32 toy/1x512/q128/f32
+""")
+GROUPS = {"decode": DECODE, "fp8": FP8, "prefill": PREFILL, "other": OTHER, "small": SMALL}
+ALL = {shape.name: shape for group in GROUPS.values() for shape in group}
+
+
+def select(patterns) -> list[str]:
+    """Names of listed cases that match a pattern with `*`, and names that describe a case of their own.
+
+    Raises:
+        ValueError: a pattern matches nothing, or a name describes no case.
+    """
+    names: dict[str, None] = {}
+    for pattern in patterns:
+        found = fnmatch.filter(ALL, pattern) or [parse(pattern).name]
+        names |= dict.fromkeys(found)
+    return list(names)

@@ -1,61 +1,81 @@
-"""Measures what a decode step pays once for all layers: its page table and its plan. `python -m bench.step`."""
+"""What a decode step pays once for all layers: its page table and its plan, as the case `step/SxM`.
 
-import argparse
+`step/128x8192` is a batch of 128 sequences whose rows hold 8192 pages of 16 tokens.
+"""
+
+import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import timing
+from bench.peers import Candidate
 from jaxattn.index64 import index64
 from jaxattn.metadata import AttentionMetadata
 from jaxattn.page_table import build_page_table
 from jaxattn.plan import make_plan
 from jaxattn.slot_rows import slot_rows
 
+PAGE_SIZE = 16
+FULL, SMALL = "step/128x8192", "step/8x64"
+IMPLEMENTATIONS = ("triton", "xla")
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A request pool, and what its page table must be."""
+
+    rows: object
+    lengths: jax.Array
+    expected: np.ndarray  # [S, M]
+
+    def error(self, result) -> float:
+        """0 where the table is right; a plan is checked by the attention that uses it."""
+        return 0.0 if np.array_equal(result[0], self.expected) else float("inf")
+
+
+def is_step(name: str) -> bool:
+    """Whether a case is a step rather than an attention call."""
+    return re.fullmatch(r"step/\d+x\d+", name) is not None
+
 
 @index64
-def measure(sequences: int, max_pages: int, page_size: int = 16) -> dict[str, timing.Timing]:
-    """Device time of the table from a request pool and of the plan of a decode step, by builder."""
-    from jaxattn.kernels.triton.page_table import build_page_tables
-
+def make_step(name: str) -> Step:
+    """Draw a pool whose requests hold shuffled pages."""
+    sequences, columns = map(int, name.removeprefix("step/").split("x"))
     rng = np.random.default_rng(0)
-    lengths = jnp.asarray(rng.integers(1, max_pages * page_size, sequences))
-    pool = jnp.asarray(
-        rng.permutation(sequences)[:, None] * max_pages * page_size + np.arange(max_pages * page_size)
-    )
+    lengths = rng.integers(1, columns * PAGE_SIZE, sequences)
+    pages = rng.permutation(sequences * columns).reshape(sequences, columns)
+    slots = (pages[..., None] * PAGE_SIZE + np.arange(PAGE_SIZE)).reshape(sequences, -1)
+    order = np.arange(sequences)[::-1]
     rows = slot_rows(
-        kv_indptr=None, kv_indices=None, req_to_token=pool, req_pool_indices=jnp.arange(sequences)[::-1]
+        kv_indptr=None, kv_indices=None, req_to_token=jnp.asarray(slots), req_pool_indices=jnp.asarray(order)
     )
+    live = np.arange(columns) < -(-lengths // PAGE_SIZE)[:, None]
+    return Step(rows, jnp.asarray(lengths), np.where(live, pages[order], 0))
+
+
+def candidates(step: Step, implementation: str):
+    """The table by one implementation, and the plan, in one program."""
+    sequences, columns = step.expected.shape
     q = jax.ShapeDtypeStruct((sequences, 32, 128), jnp.bfloat16)
-    cache = jax.ShapeDtypeStruct((1024, page_size, 8, 128), jnp.bfloat16)
+    cache = jax.ShapeDtypeStruct((1024, PAGE_SIZE, 8, 128), jnp.bfloat16)
 
-    def table_by_triton(rows, lengths):
-        return build_page_tables(rows, lengths, page_size, max_pages)[0]
+    def table_of(rows, lengths):
+        if implementation == "xla":
+            return build_page_table(rows, lengths, PAGE_SIZE, columns)
+        from jaxattn.kernels.triton.page_table import build_page_tables
 
-    def table_by_xla(rows, lengths):
-        return build_page_table(rows, lengths, page_size, max_pages)
+        return build_page_tables(rows, lengths, PAGE_SIZE, columns)[0]
 
-    def plan(table, lengths):
+    @index64
+    def table_and_plan(rows, lengths):
+        table = table_of(rows, lengths)
         metadata = AttentionMetadata(
             page_table=table, cu_seqlens_q=jnp.arange(sequences + 1), seqused_k=lengths,
-            max_seqlen_q=1, page_size=page_size, mode="decode",
+            max_seqlen_q=1, page_size=PAGE_SIZE, mode="decode",
         )  # fmt: skip
-        return make_plan(metadata, q, cache)
+        return table, make_plan(metadata, q, cache)
 
-    table = table_by_xla(rows, lengths)
-    return {
-        "page table, triton": timing.device_time(table_by_triton, (rows, lengths)),
-        "page table, xla": timing.device_time(table_by_xla, (rows, lengths)),
-        "plan": timing.device_time(plan, (table, lengths)),
-    }
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m bench.step", description=__doc__)
-    parser.add_argument("--sequences", type=int, default=128)
-    parser.add_argument("--max-pages", type=int, default=8192)
-    options = parser.parse_args()
-    for name, row in measure(options.sequences, options.max_pages).items():
-        kernels = " ".join(f"{kernel.split('(')[0]} {us:.1f}" for kernel, us in row.kernels.items())
-        print(f"{name:20s} {row.median:6.1f} us ({row.low:.1f} to {row.high:.1f})  {kernels}")
+    yield Candidate("", table_and_plan, (step.rows, step.lengths), 1, lambda result: result)

@@ -20,9 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from bench import shapes, timing
-from bench.inputs import make_inputs, sampled_error
+from bench.inputs import TOLERANCE, make_inputs, sampled_error
 from bench.peers.ours import metadata_of
-from bench.run import TOLERANCE, rate
 from jaxattn import plan
 from jaxattn.checks import attention_problem
 from jaxattn.index64 import index64
@@ -42,6 +41,13 @@ def shape_key(shape: shapes.Shape) -> str:
     kind, rows, _ = table_of(shape)
     rows = "long" if kind == "prefill" else next((r for r in (16, 32, 64) if r >= rows), 64)
     return f"{kind}-D{shape.head_dim}-{rows}-{shape.kv_dtype}"
+
+
+def rate(shape: shapes.Shape, microseconds: float) -> float:
+    """GB/s of K and V bytes for decode, TFLOP/s for prefill."""
+    return (
+        shape.flops / microseconds / 1e6 if shape.kind == "prefill" else shape.kv_bytes / microseconds / 1e3
+    )
 
 
 def shared_bytes(choice: TileChoice, dim: int) -> int:
@@ -198,7 +204,7 @@ def print_shape(name: str, results: list[dict], ceiling: float, top: int) -> Non
 def main(argv=None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", nargs="*", choices=list(shapes.ALL), default=None)
+    parser.add_argument("--shape", nargs="*", choices=list(shapes.ALL), default=None, metavar="NAME")
     parser.add_argument("--group", choices=("decode", "fp8", "prefill"), nargs="*", default=None)
     parser.add_argument(
         "--list", metavar="ARCH", help="compile candidates for ARCH, print them as JSON and end"

@@ -1,6 +1,18 @@
 """Other attention kernels, measured beside ours when their packages are installed.
 
-A peer exports `NAME`, `unavailable(shape) -> str | None` (why it cannot run here or for that shape) and
-`candidates(inputs) -> iterator of (settings, function, arguments, calls, output)`: `function(*arguments)` makes
-`calls` calls, one for each rotated page table, and `output(result)` is the first call's `[T, H, D]`.
+A peer exports `unavailable(shape) -> str | None` (why it cannot run here or for that shape) and
+`candidates(inputs) -> iterator of Candidate`, one for each setting worth trying.
 """
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Candidate(NamedTuple):
+    """One way to compute a case: `function(*arguments)` makes `calls` calls, `output(result)` is the first's."""
+
+    settings: str
+    function: Callable
+    arguments: tuple
+    calls: int
+    output: Callable[[Any], Any]

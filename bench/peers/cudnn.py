@@ -5,9 +5,8 @@ from collections.abc import Iterator
 import jax
 
 from bench.inputs import Inputs
+from bench.peers import Candidate
 from bench.shapes import Shape
-
-NAME = "cudnn-dense"
 
 
 def unavailable(shape: Shape) -> str | None:
@@ -18,10 +17,12 @@ def unavailable(shape: Shape) -> str | None:
         return "jax.nn.dot_product_attention takes fp16 and bf16 only"
     if len(set(shape.contexts)) > 1 or shape.q_len != shape.contexts[0]:
         return "contiguous causal attention needs equal lengths and no prefix"
+    if shape.window or shape.sinks or shape.branches:
+        return "compared without windows, sinks and draft trees"
     return None
 
 
-def candidates(inputs: Inputs) -> Iterator:
+def candidates(inputs: Inputs) -> Iterator[Candidate]:
     """One candidate; K and V are gathered into contiguous arrays beforehand."""
     shape = inputs.shape
     lead = (len(shape.contexts), shape.q_len)
@@ -34,4 +35,4 @@ def candidates(inputs: Inputs) -> Iterator:
     def call(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
-    yield "", call, (q, k, v), 1, lambda result: result
+    yield Candidate("", call, (q, k, v), 1, lambda result: result)
