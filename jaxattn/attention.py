@@ -19,7 +19,7 @@ from jaxattn.problem import AttentionProblem
 from jaxattn.routing import AttentionConfig, route
 
 Scale = Float[Array, "..."] | Float[np.ndarray, "..."] | float | np.floating
-IMPLEMENTATIONS = ("triton", "xla", "reference")
+IMPLEMENTATIONS = ("triton", "pallas", "xla", "reference")
 
 
 @index64
