@@ -66,7 +66,7 @@ def attention_kernel(
     begin, end = cut(program), cut(program + 1)
     if C.chunk == 0:
         # Where no unit begins in this run and goes on behind it, `reduce_kernel` has nothing to merge.
-        store_number(cut_unit, program * CUT_UNIT_FIELDS, jnp.zeros_like(program))
+        store_numbers(cut_unit, program * CUT_UNIT_FIELDS, ())
 
     def attend(state):
         position, number = state
@@ -100,8 +100,7 @@ def attention_kernel(
             def _describe():
                 pieces = quotient((unit.start + unit.places) * active - 1, work) - program + 1
                 fields = (pieces, block.q_start, block.q_len, first_row, unit.kv_head)
-                for place, field in enumerate(fields):
-                    store_number(cut_unit, program * CUT_UNIT_FIELDS + place, field)
+                store_numbers(cut_unit, program * CUT_UNIT_FIELDS, fields)
 
         if C.uncut:
             finish()
@@ -137,6 +136,10 @@ def store_partial(state: Softmax, slot, live, partial_acc, partial_peak, partial
     store(partial_total, at, state.total, live)
 
 
-def store_number(ref, at, value):
-    """Store one number."""
-    ref[at] = value.astype(ref.dtype)
+def store_numbers(cut_unit, at, numbers):
+    """Store the description of a unit; fields without a number are 0."""
+    lane = jnp.arange(CUT_UNIT_FIELDS, dtype=jnp.int64)
+    fields = jnp.zeros_like(lane)
+    for place, number in enumerate(numbers):
+        fields = jnp.where(lane == place, number.astype(jnp.int64), fields)
+    store(cut_unit, at + lane, fields, lane >= 0)

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from jaxattn.kernels._transforms import sealed
@@ -33,40 +33,29 @@ def quiet_about_deprecation() -> Iterator[None]:
         yield
 
 
-def call_when_lowered(
-    function: Callable[..., Sequence[jax.Array]],
-    outputs: Sequence[jax.ShapeDtypeStruct],
-    operands: Sequence[jax.Array],
-    *,
-    index64: bool,
+def call(
+    function: Callable[..., Sequence[jax.Array]], operands: Sequence[jax.Array], *, index64: bool
 ) -> list[jax.Array]:
-    """Call `function`, which makes a `pallas_call`, when the program is lowered.
+    """Call `function`, which makes a `pallas_call`, whatever the caller's settings are.
 
-    Pallas lowers, and interprets, a kernel when the caller's program is lowered: then this module's settings hold
-    there too, whatever the caller's x64 flag is.
+    Pallas lowers, and interprets, a kernel when the caller's program is lowered, outside of any scope that it was
+    traced in. So this is an operation of its own, which is lowered under the settings that it needs.
 
     Args:
-        function: hashable; takes the operands and returns the outputs.
-        outputs: their shapes and dtypes.
+        function: takes the operands and returns arrays.
         operands: arrays.
-        index64: lower it in x64 mode.
+        index64: trace and lower it in x64 mode.
 
     Returns:
-        The outputs. `vmap` runs the calls of the mapped axis one after the other.
+        What `function` returns. `vmap` runs the calls of the mapped axis one after the other.
 
     Raises:
         UnsupportedError: differentiated.
     """
-    shapes = tuple(jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs)
-    return list(_sealed(function, shapes, index64)(*operands))
-
-
-@functools.cache
-def _sealed(function: Callable, outputs: tuple[jax.ShapeDtypeStruct, ...], index64: bool) -> Callable:
-    def bind(*operands):
-        return tuple(_call.bind(*operands, function=function, outputs=outputs, index64=index64))
-
-    return sealed(bind, "pallas")
+    with jax.enable_x64(index64):
+        jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands))
+    bind = functools.partial(_call.bind, jaxpr=jaxpr, index64=index64)
+    return list(sealed(lambda *arrays: tuple(bind(*arrays)), "pallas")(*operands))
 
 
 _call = Primitive("jaxattn_pallas")
@@ -74,8 +63,8 @@ _call.multiple_results = True
 
 
 @_call.def_abstract_eval
-def _abstract_eval(*operands, function, outputs, index64):
-    return [jax.core.ShapedArray(o.shape, o.dtype) for o in outputs]
+def _abstract_eval(*operands, jaxpr, index64):
+    return jaxpr.out_avals
 
 
 @_call.def_impl
@@ -83,9 +72,9 @@ def _run_alone(*operands, **parameters):
     return jax.jit(functools.partial(_call.bind, **parameters))(*operands)
 
 
-def _lower(ctx, *operands, function, outputs, index64):
+def _lower(ctx, *operands, jaxpr, index64):
     with jax.enable_x64(index64), quiet_about_deprecation():
-        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+        return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *operands)
 
 
 mlir.register_lowering(_call, _lower)

@@ -8,7 +8,7 @@ import jax
 from jax.experimental import pallas as pl
 
 from jaxattn.kernels import tuning
-from jaxattn.kernels.pallas.backend import call_when_lowered
+from jaxattn.kernels.pallas.backend import call
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def launch(
         num_warps: warps of a program.
         num_stages: software pipeline depth.
         aliases: input number -> output number; the output begins with the input's content.
-        constants: hashable.
+        constants: passed on.
 
     Returns:
         The outputs. `vmap` runs the launches of the mapped axis one after the other.
@@ -79,7 +79,7 @@ def launch(
         UnsupportedError: differentiated.
     """
     given = tuple(array is not None for array in inputs)
-    call = KernelCall(
+    kernel_call = KernelCall(
         kernel=kernel,
         given=given,
         outputs=tuple(jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs),
@@ -90,6 +90,4 @@ def launch(
         constants=tuple(constants.items()),
         interpreted=tuning.device().architecture == "interpreter",
     )
-    return call_when_lowered(
-        call, call.outputs, [array for array in inputs if array is not None], index64=True
-    )
+    return call(kernel_call, [array for array in inputs if array is not None], index64=True)

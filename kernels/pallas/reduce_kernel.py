@@ -103,7 +103,7 @@ def reduce_kernel(
         acc = acc * decay[:, None] + jnp.sum(accs * weight[:, :, None], 0)
         return acc, new_peak, total * decay + jnp.sum(totals * weight, 0)
 
-    @pl.when((count > 0) & jnp.any(live))
+    @pl.when((count > 0) & (jnp.max(live.astype(jnp.int32)) > 0))
     def _merge():
         state = lax.fori_loop(
             jnp.int64(0),
