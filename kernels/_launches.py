@@ -47,15 +47,13 @@ def refuse_capacity(problem: AttentionProblem) -> str | None:
     )
 
 
-def run(
-    problem: AttentionProblem, backend: Backend
-) -> tuple[Num[Array, "T H Dv"], Float32[Array, "T H"]]:
+def run(problem: AttentionProblem, backend: Backend) -> tuple[Num[Array, "T H Dv"], Float32[Array, "T H"]]:
     """Compute attention by one or two launches, whose results share the output."""
     if _output.is_empty(problem):
         return _output.neutral(problem)
     if problem.output_scale is not None:
         problem = dataclasses.replace(problem, output_scale=problem.output_scale.reshape(1))
-    result = None
+    result: Any = None
     for step in attention_launches(problem, tuning.device()):
         schedule = problem.plan.find(step.spec) if isinstance(problem.plan, Plan) else None
         if schedule is None:
@@ -235,7 +233,5 @@ def _partial_shapes(constants: AttentionConstants) -> tuple[jax.ShapeDtypeStruct
         jax.ShapeDtypeStruct((*rows, constants.value_dim), jnp.float32),
         jax.ShapeDtypeStruct(rows, jnp.float32),
         jax.ShapeDtypeStruct(rows, jnp.float32),
-        jax.ShapeDtypeStruct(
-            (1 if constants.chunk else constants.programs, CUT_UNIT_FIELDS), jnp.int64
-        ),
+        jax.ShapeDtypeStruct((1 if constants.chunk else constants.programs, CUT_UNIT_FIELDS), jnp.int64),
     )

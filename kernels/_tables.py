@@ -57,33 +57,33 @@ def build_page_tables(
         launch: runs it.
     """
     num_sequences = rows.num_seqs
-    ragged = isinstance(rows, RaggedRows)
-    slots, starts = (
-        (rows.kv_indices, rows.kv_indptr) if ragged else (rows.req_to_token, rows.req_pool_indices)
-    )
+    if isinstance(rows, RaggedRows):
+        slots, starts = rows.kv_indices, rows.kv_indptr
+    else:
+        slots, starts = rows.req_to_token, rows.req_pool_indices
     shape = jax.ShapeDtypeStruct((num_sequences, max_pages), jnp.int64)
-    window = full_to_swa is not None
-    if 0 in shape.shape or slots.size == 0 or (window and full_to_swa.size == 0):
+    full_slots = 0 if full_to_swa is None else full_to_swa.shape[0]
+    if 0 in shape.shape or slots.size == 0 or (full_to_swa is not None and full_slots == 0):
         table = build_page_table(rows, lengths, page_size, max_pages)
-        if not window:
+        if full_to_swa is None:
             return table, None
         return table, build_page_table(WindowRows(rows, full_to_swa), lengths, page_size, max_pages)
     constants = TableConstants(
         num_sequences=num_sequences,
         max_pages=max_pages,
         page_size=page_size,
-        ragged=ragged,
-        slot_rows=1 if ragged else slots.shape[0],
+        ragged=isinstance(rows, RaggedRows),
+        slot_rows=1 if slots.ndim == 1 else slots.shape[0],
         slot_columns=slots.shape[-1],
-        full_slots=full_to_swa.shape[0] if window else 0,
+        full_slots=full_slots,
         columns=min(_COLUMNS, padded(max_pages)),
     )
     tables = launch(
         kernel,
         (lengths, slots, starts, full_to_swa),
-        (shape, shape if window else jax.ShapeDtypeStruct((1,), jnp.int64)),
+        (shape, shape if full_slots else jax.ShapeDtypeStruct((1,), jnp.int64)),
         grid=num_sequences * cdiv(max_pages, constants.columns),
         num_warps=4,
         C=constants,
     )
-    return tables[0], tables[1] if window else None
+    return tables[0], tables[1] if full_slots else None

@@ -12,6 +12,7 @@ from jaxattn.index64 import index64
 from jaxattn.kernels.triton import cache_write
 from jaxattn.kv_cache import write_kv
 
+
 def hostile_values(rng, shape):
     values = rng.normal(size=shape).astype(np.float32) * np.exp2(rng.integers(-20, 12, size=shape)).astype(
         np.float32

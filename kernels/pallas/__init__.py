@@ -25,7 +25,7 @@ def supports(problem: AttentionProblem) -> str | None:
             return reason
         for name in ("q", "k_cache", "v_cache"):
             array = getattr(problem, name)
-            if _NARROW_ELEMENTS < array.size and array.size * array.dtype.itemsize <= _NARROW_BYTES:
+            if array.size > _NARROW_ELEMENTS and array.size * array.dtype.itemsize <= _NARROW_BYTES:
                 return (
                     f"{name}: {array.size} elements of one byte; Pallas computes 32-bit offsets in arrays of up to "
                     f"4 GiB, which hold no more than {_NARROW_ELEMENTS}; a larger or a smaller pool has no such limit"

@@ -80,9 +80,7 @@ def attention_kernel(
         )
         first, last = tiles_between(block, begun, done, C)
         rows, scale = scaled_rows(q, q_descale, k_descale, block, C)
-        state = walk(
-            rows, scale, block, page_table, k_cache, v_cache, ancestors, depths, first, last, C
-        )
+        state = walk(rows, scale, block, page_table, k_cache, v_cache, ancestors, depths, first, last, C)
 
         def finish():
             store_output(
@@ -126,7 +124,9 @@ def tiles_between(block, begun, done, C: AttentionConstants):
     return first.astype(jnp.int32), last.astype(jnp.int32)
 
 
-def store_partial(state: Softmax, slot, live, partial_acc, partial_peak, partial_total, C: AttentionConstants):
+def store_partial(
+    state: Softmax, slot, live, partial_acc, partial_peak, partial_total, C: AttentionConstants
+):
     """Store a softmax state under its slot, for `reduce_kernel`."""
     row = jnp.arange(C.block_rows, dtype=jnp.int64)
     at = slot * C.stored_rows + row  # [BM]

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
@@ -31,6 +32,11 @@ def quiet_about_deprecation() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Pallas Triton.*", category=DeprecationWarning)
         yield
+
+
+def result_shape(shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
+    """Describe a result, with what JAX says of every array: in a shard_map, over which axes it varies."""
+    return jax.eval_shape(lambda: jnp.zeros(shape, dtype))
 
 
 def call(
@@ -73,6 +79,8 @@ def _run_alone(*operands, **parameters):
 
 
 def _lower(ctx, *operands, jaxpr, index64):
+    # In a shard_map operands vary over mesh axes, which nothing inside needs to know.
+    ctx = ctx.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
     with jax.enable_x64(index64), quiet_about_deprecation():
         return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *operands)
 

@@ -80,9 +80,7 @@ def _magnitude_bits(magnitude, mantissa: int, bias: int):
     bits = _bitcast(magnitude, jnp.int32)
     rounded = bits + ((1 << (shift - 1)) - 1) + ((bits >> shift) & 1)
     normal = (rounded >> shift) - ((127 - bias) << mantissa)
-    subnormal = (
-        _bitcast(magnitude * (2.0 ** (bias - 1 + mantissa)) + _ROUNDING, jnp.int32) - _ROUNDING_BITS
-    )
+    subnormal = _bitcast(magnitude * (2.0 ** (bias - 1 + mantissa)) + _ROUNDING, jnp.int32) - _ROUNDING_BITS
     return jnp.where(magnitude < 2.0 ** (1 - bias), subnormal, normal)
 
 

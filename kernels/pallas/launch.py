@@ -8,7 +8,7 @@ import jax
 from jax.experimental import pallas as pl
 
 from jaxattn.kernels import tuning
-from jaxattn.kernels.pallas.backend import call
+from jaxattn.kernels.pallas.backend import call, result_shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class KernelCall:
         body.__name__ = body.__qualname__ = self.kernel.__name__
         results = pl.pallas_call(
             body,
-            out_shape=[jax.ShapeDtypeStruct((o.size,), o.dtype) for o in self.outputs],
+            out_shape=[result_shape((o.size,), o.dtype) for o in self.outputs],
             grid=(self.grid,),
             input_output_aliases=dict(self.aliases),
             compiler_params=plt.CompilerParams(num_warps=self.num_warps, num_stages=self.num_stages),

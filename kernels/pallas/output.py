@@ -75,5 +75,3 @@ def fill_unowned_rows(cu_seqlens_q, out_ref, lse_ref, program, C: AttentionConst
 
     fill(out_ref, 0.0, C.num_heads * C.value_dim, C.out_format)
     fill(lse_ref, -jnp.inf, C.num_heads, 0)
-
-

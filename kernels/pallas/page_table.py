@@ -30,9 +30,7 @@ def build_page_tables(
     )
 
 
-def page_table_kernel(
-    lengths, slots, starts, full_to_swa, table, window_table, *, C: TableConstants
-):
+def page_table_kernel(lengths, slots, starts, full_to_swa, table, window_table, *, C: TableConstants):
     """Write one stretch of one row of the table, and of the window table."""
     program = pl.program_id(0).astype(jnp.int64)
     stretches = cdiv(C.max_pages, C.columns)
