@@ -3,6 +3,7 @@ import os
 # Two CPU devices for shard_map; JAX reads this when it first looks for devices.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
 
+import contextlib
 import importlib.util
 
 import jax
@@ -48,11 +49,23 @@ COVERING_TESTS = {
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def implementation(request):
-    if request.param != "pallas" or jax.default_backend() != "cpu":
+    with quick_to_compile(request.param):
         yield request.param
-        return
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield request.param
+
+
+@pytest.fixture(params=[name for name in IMPLEMENTATIONS if name != "xla"])
+def kernels(request):
+    """Name of a package of kernels, for tests of what lies beneath `implementation`."""
+    with quick_to_compile(request.param):
+        yield request.param
+
+
+@contextlib.contextmanager
+def quick_to_compile(implementation):
+    """Spare most optimisations where a kernel is interpreted by Pallas: they take longer than the run."""
+    interpreted = implementation == "pallas" and jax.default_backend() == "cpu"
+    jax.config.update("jax_disable_most_optimizations", interpreted)
+    yield
     jax.config.update("jax_disable_most_optimizations", False)
 
 

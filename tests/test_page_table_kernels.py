@@ -13,14 +13,6 @@ from jaxattn.index64 import index64
 from jaxattn.slot_rows import slot_rows
 from jaxattn.window_pool import WindowRows
 
-
-@pytest.fixture(params=["triton", "pallas"])
-def kernels(request):
-    if request.param == "triton":
-        pytest.importorskip("triton")
-    return importlib.import_module(f"jaxattn.kernels.{request.param}.page_table")
-
-
 LENGTHS = {1: [5, 0, 4, 1], 3: [15, 0, 7, 13], 16: [17, 0, 16, 80]}
 
 
@@ -30,9 +22,8 @@ def both_tables(kernels, lists, lengths, page_size, full_to_swa=None):
     max_pages = lists.pop("max_pages")
     rows, lengths = slot_rows(**lists), jnp.asarray(np.array(lengths, np.int64))
     window = None if full_to_swa is None else jnp.asarray(full_to_swa)
-    actual = jax.jit(kernels.build_page_tables, static_argnums=(2, 3))(
-        rows, lengths, page_size, max_pages, window
-    )
+    build = importlib.import_module(f"jaxattn.kernels.{kernels}.page_table").build_page_tables
+    actual = jax.jit(build, static_argnums=(2, 3))(rows, lengths, page_size, max_pages, window)
     expected = [page_table.build_page_table(rows, lengths, page_size, max_pages)]
     if window is not None:
         expected.append(page_table.build_page_table(WindowRows(rows, window), lengths, page_size, max_pages))

@@ -14,6 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_me
 from bench.audit.compilation import compile_ir, find_target
 from bench.audit.mlir_text import closing_bracket
 from bench.audit.report import Report, audit
+from jaxattn.kernels.pallas.backend import quiet_about_deprecation
 
 NUMBERED = "pallas"
 DEVICE_KINDS = {"sm90": "NVIDIA H100"}
@@ -44,7 +45,7 @@ def lower_abstractly(function: Callable, arguments: Sequence[Any], arch: str) ->
     kind = DEVICE_KINDS.get(arch, arch)
     device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
     mesh = AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=device)
-    with jax.enable_x64(True), use_abstract_mesh(mesh):
+    with jax.enable_x64(True), use_abstract_mesh(mesh), quiet_about_deprecation():
         traced = jax.jit(function).trace(*arguments)
         return traced.lower(lowering_platforms=("rocm" if target.is_amd else "cuda",))
 
