@@ -79,7 +79,7 @@ def test_a_jax_without_the_backend_is_refused_and_the_next_is_chosen(problem, mo
 )
 def test_a_gpu_gets_triton_else_pallas_else_xla_and_doctor_says_why(refused, chosen, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    reasons = {name: None for name in attention.IMPLEMENTATIONS} | dict.fromkeys(refused, "no such luck")
+    reasons = dict.fromkeys(attention.IMPLEMENTATIONS) | dict.fromkeys(refused, "no such luck")
     monkeypatch.setattr(doctor, "implementations", lambda: reasons)
     lines = {line.split()[0]: line for line in doctor.implementation_lines()}
     assert [name for name, line in lines.items() if "the automatic choice" in line] == [chosen]

@@ -72,7 +72,12 @@ def pallas_kernels(function: Callable, arguments: Sequence[Any], arch: str) -> l
 
 
 def audit_pallas(
-    function: Callable, arguments: Sequence[Any], arch: str, operands: Mapping[str, Sequence[str]]
+    function: Callable,
+    arguments: Sequence[Any],
+    arch: str,
+    operands: Mapping[str, Sequence[str] | Callable[[int], Sequence[str]]],
+    *,
+    tuned: bool = True,
 ) -> list[Report]:
     """Audit the `pallas_call`s of a function.
 
@@ -81,7 +86,9 @@ def audit_pallas(
         arguments: arrays or `jax.ShapeDtypeStruct`s.
         arch: a name in `TARGETS`.
         operands: name of a kernel -> names of its inputs and then its outputs, as the audit knows them:
-            `k_cache` and `v_cache` for what must be loaded at full width, `seqused_k` for lengths.
+            `k_cache` and `v_cache` for what must be loaded at full width, `seqused_k` for lengths; or a function
+            that gives the names for a number of them.
+        tuned: as in `audit`.
 
     Raises:
         ValueError: a kernel's operands are not named, or not all of them.
@@ -90,8 +97,12 @@ def audit_pallas(
     for kernel in pallas_kernels(function, arguments, arch):
         if kernel.name not in operands:
             raise ValueError(f"operands: expected names for kernel {kernel.name!r}, got {sorted(operands)}")
-        ttir, lines = number_lines(name_arguments(kernel.ttir, operands[kernel.name]))
-        report = audit(compile_ir(kernel.name, ttir, arch, kernel.num_warps, kernel.num_stages))
+        names = operands[kernel.name]
+        if callable(names):
+            names = names(argument_count(kernel.ttir))
+        ttir, lines = number_lines(name_arguments(kernel.ttir, names))
+        compiled = compile_ir(kernel.name, ttir, arch, kernel.num_warps, kernel.num_stages)
+        report = audit(compiled, tuned=tuned)
         reports.append(
             dataclasses.replace(
                 report,
@@ -140,10 +151,21 @@ def restore_lines(text: str, lines: Sequence[str]) -> str:
     return re.sub(rf"\b{NUMBERED}:(\d+)", lambda match: lines[int(match[1])], text)
 
 
+def argument_span(ttir: str) -> tuple[int, int]:
+    """Where the arguments of the IR's function are."""
+    start = ttir.index("(", ttir.index("tt.func")) + 1
+    return start, closing_bracket(ttir, start)
+
+
+def argument_count(ttir: str) -> int:
+    """How many inputs and outputs the IR's function has."""
+    start, end = argument_span(ttir)
+    return ttir.count("!tt.ptr", start, end)
+
+
 def name_arguments(ttir: str, names: Sequence[str]) -> str:
     """Give the arguments of the IR's function the names that the audit goes by."""
-    start = ttir.index("(", ttir.index("tt.func")) + 1
-    end = closing_bracket(ttir, start)
+    start, end = argument_span(ttir)
     given = iter(names)
     signature, count = re.subn(
         r"loc\(unknown\)", lambda _: f'loc("{next(given, "")}"(unknown))', ttir[start:end]

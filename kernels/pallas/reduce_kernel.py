@@ -73,6 +73,8 @@ def reduce_kernel(
         count, q_start, q_len, first_packed, kv_head = (
             load(cut_unit, place * CUT_UNIT_FIELDS + field) for field in range(5)
         )
+        # It is below that number, which says that it fits any offset.
+        kv_head = remainder(kv_head, C.num_kv_heads)
         first_slot = 2 * place
 
     packed = first_packed + block_row  # [ROWS]
