@@ -17,17 +17,21 @@ code, not about a run on that GPU.
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import triton
 
 from bench.audit.launches import other_requests
+from bench.audit.pallas_launches import pallas_launches
 from bench.audit.report import Report, audit_request
 from bench.audit.targets import KIB, TARGETS
 from jaxattn.kernels.triton.requests import compile_requests
 
+# Room for ": attention" behind the name of a call of several kernels.
+_KERNEL_NAME = 13
 DEFAULT_ARCHS = ("gfx942", "gfx950", "sm90")
 COLUMNS = (
     ("regs", 5),
@@ -39,6 +43,20 @@ COLUMNS = (
     ("K/V bytes", 10),
     ("verdict", 8),
 )
+
+
+def audits(arch: str) -> Iterator[tuple[str, Callable[[], list[Report]]]]:
+    """Each configuration of an architecture by its name, and what audits it."""
+
+    def audit_one(request, tuned: bool) -> list[Report]:
+        return [audit_request(request, arch, tuned=tuned)]
+
+    for request in compile_requests(arch):
+        yield request.name, functools.partial(audit_one, request, True)
+    for request in other_requests(arch):
+        yield request.name, functools.partial(audit_one, request, False)
+    for launches in pallas_launches(arch):
+        yield launches.name, launches.audit
 
 
 def row(report: Report, width: int) -> str:
@@ -92,16 +110,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     found: list[Report] = []
     for arch in options.arch or DEFAULT_ARCHS:
-        wanted = [(request, True) for request in compile_requests(arch)]
-        wanted += [(request, False) for request in other_requests(arch)]
-        wanted = [(request, tuned) for request, tuned in wanted if options.only in request.name]
-        width = max((len(request.name) for request, _ in wanted), default=0) + 2
+        wanted = [(name, find) for name, find in audits(arch) if options.only in name]
+        width = max((len(name) for name, _ in wanted), default=0) + _KERNEL_NAME
         if not options.json:
             print(heading(arch, width))
-        for request, tuned in wanted:
-            found.append(audit_request(request, arch, tuned=tuned))
-            if not options.json:
-                print(row(found[-1], width), flush=True)
+        for _, find in wanted:
+            for report in find():
+                found.append(report)
+                if not options.json:
+                    print(row(report, width), flush=True)
         if not options.json:
             print()
     failed = [report for report in found if not report.passed]

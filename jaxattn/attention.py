@@ -19,7 +19,9 @@ from jaxattn.problem import AttentionProblem
 from jaxattn.routing import AttentionConfig, route
 
 Scale = Float[Array, "..."] | Float[np.ndarray, "..."] | float | np.floating
-IMPLEMENTATIONS = ("triton", "xla", "reference")
+IMPLEMENTATIONS = ("triton", "pallas", "xla", "reference")
+# What is tried on a GPU, in order.
+PREFERRED = ("triton", "pallas", "xla")
 
 
 @index64
@@ -75,8 +77,8 @@ def unified_attention(
         return_lse: also return the natural log-sum-exp of each row, the sink included.
         batch_invariant: make the bits of a row independent of its batch, and of whether decode, verify or draft
             extend computes it. Rows of a prefill, which takes other tiles, may differ from those in the last bit.
-        implementation: `"triton"`, `"xla"`, `"reference"`, or several of them to be tried in order.
-            By default Triton, else XLA, on a GPU and XLA on a CPU.
+        implementation: `"triton"`, `"pallas"`, `"xla"`, `"reference"`, or several of them to be tried in order.
+            By default Triton, else Pallas, else XLA, on a GPU and XLA on a CPU.
         config: switches that may route a mode to the dense path, see `jaxattn.routing`; None for no routing.
 
     Returns:
@@ -139,7 +141,7 @@ def _load(name: str) -> ModuleType:
 def _candidates(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
     """Return the implementations to try, in order."""
     if implementation is None:
-        return ("triton", "xla") if jax.default_backend() == "gpu" else ("xla",)
+        return PREFERRED if jax.default_backend() == "gpu" else ("xla",)
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     unknown = [name for name in names if name not in IMPLEMENTATIONS]
     if unknown or not names:
@@ -181,6 +183,11 @@ def _choose(problem: AttentionProblem, names: tuple[str, ...]) -> str:
         refusals[name] = reason
     reasons = "".join(f"\n  {name}: {reason}" for name, reason in refusals.items())
     raise UnsupportedError(f"implementation: none of those tried can compute this call{reasons}")
+
+
+def automatic_choice(reasons: dict[str, str | None]) -> str:
+    """Name the implementation that is taken where none is asked for, given what `implementations` says."""
+    return next(name for name in _candidates(None) if reasons[name] is None)
 
 
 @index64

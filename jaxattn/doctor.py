@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import jaxattn
-from jaxattn.attention import implementations
+from jaxattn.attention import automatic_choice, implementations
 from jaxattn.errors import JaxattnError
 from jaxattn.routing import AttentionConfig, routing_table
 from jaxattn.selftest import run_selftest
@@ -85,11 +85,16 @@ def index_width() -> list[str]:
 
 
 def implementation_lines() -> list[str]:
-    """Each implementation, in the order of preference, and why it cannot be used here."""
-    return [
-        f"{name:10} {'usable' if reason is None else 'not usable: ' + ' '.join(reason.split())}"
-        for name, reason in implementations().items()
-    ]
+    """Each implementation, in the order of preference: why it cannot be used here, and which is taken by default."""
+    reasons = implementations()
+    chosen = automatic_choice(reasons)
+
+    def verdict(name: str, reason: str | None) -> str:
+        if reason is not None:
+            return "not usable: " + " ".join(reason.split())
+        return "usable, and the automatic choice" if name == chosen else "usable"
+
+    return [f"{name:10} {verdict(name, reason)}" for name, reason in reasons.items()]
 
 
 def routing_lines() -> list[str]:

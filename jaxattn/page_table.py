@@ -139,18 +139,32 @@ def build_page_table(
     rows: SlotRows | WindowRows, lengths: Int64[Array, "S"], page_size: int, max_pages: int
 ) -> Int64[Array, "S M"]:
     """Build the table of checked `rows` for their first `lengths` positions; call it inside an `index64` scope."""
-    pages = page_count(lengths, page_size)[:, None]
     first = jnp.arange(max_pages, dtype=jnp.int64)[None, :] * page_size
     last = jnp.minimum(first + page_size, lengths[:, None]) - 1
     first_slot = rows.slots(jnp.broadcast_to(first, last.shape))
+    last_slot = rows.slots(last) if page_size > 1 else first_slot
+    return table_entries(first_slot, last_slot, first, lengths[:, None], page_size, max_pages)
+
+
+def table_entries(first_slot, last_slot, first, length, page_size: int, max_pages: int):
+    """Compute table entries from the slots of the first and the last position of each page.
+
+    Args:
+        first_slot: slot of position `first`, -1 where none is listed.
+        last_slot: slot of the page's last position below `length`.
+        first: first position of each page.
+        length: positions of the row.
+        page_size: tokens in a page.
+        max_pages: columns of the table.
+    """
     page = jnp.maximum(first_slot // page_size, -1)
     if page_size > 1:
         # A hole (-1) at the end of a page leaves the page's id known, so only two real slots can disagree.
-        last_slot = rows.slots(last)
-        in_order = (last_slot < 0) | (last_slot - first_slot == last - first)
+        distance = jnp.minimum(first + page_size, length) - 1 - first
+        in_order = (last_slot < 0) | (last_slot - first_slot == distance)
         page = jnp.where((first_slot % page_size == 0) & in_order, page, -1)
-    live = first < lengths[:, None]
-    return jnp.where(live, jnp.where(pages <= max_pages, page, -1), 0)
+    fits = cdiv(length, page_size) <= max_pages
+    return jnp.where(first < length, jnp.where(fits, page, -1), 0)
 
 
 def debug_check_rows(

@@ -123,19 +123,42 @@ def build_schedule(
 
 def _places(spec: ScheduleSpec, q_len, seqused_k, index):
     """Count the places that a block has on the line of one KV head; one where it sees no key at all."""
-    context = seqused_k - q_len
     first_token = index * spec.block_rows // spec.group
     last_token = jnp.minimum(((index + 1) * spec.block_rows - 1) // spec.group, q_len - 1)
-    stop = jnp.minimum(seqused_k, spec.capacity)
-    if spec.causal:
-        stop = jnp.minimum(stop, context + last_token + 1)
+    start, stop = key_range(
+        seqused_k - q_len,
+        jnp.minimum(seqused_k, spec.capacity),
+        first_token,
+        last_token,
+        causal=spec.causal,
+        tree=spec.tree,
+        sliding_window=spec.sliding_window,
+    )
+    return jnp.maximum(cdiv(stop, spec.step) - start // spec.step, 1)
+
+
+def key_range(
+    context, keys, first_token, last_token, *, causal: bool, tree: bool, sliding_window: int | None
+) -> tuple:
+    """Return the first key that the tokens [first_token, last_token] of a sequence can see, and one past the last.
+
+    Args:
+        context: position of the sequence's first query row.
+        keys: keys of the sequence.
+        first_token: the first of the tokens.
+        last_token: the last of the tokens.
+        causal: a row sees no key behind it.
+        tree: rows are nodes of a draft tree.
+        sliding_window: keys that a row sees, itself counted; None for all.
+    """
+    stop = jnp.minimum(keys, context + last_token + 1) if causal else keys
     stop = jnp.maximum(stop, 0)
     start = jnp.zeros_like(stop)
-    if spec.sliding_window is not None:
+    if sliding_window is not None:
         # A tree row sits at or after the context, so its window starts at or after that of the context.
-        position = context if spec.tree else context + first_token
-        start = jnp.clip(position - spec.sliding_window + 1, 0, stop)
-    return jnp.maximum(cdiv(stop, spec.step) - start // spec.step, 1)
+        position = context if tree else context + first_token
+        start = jnp.minimum(jnp.maximum(position - sliding_window + 1, 0), stop)
+    return start, stop
 
 
 @index64
@@ -212,10 +235,10 @@ def _shape(value) -> jax.ShapeDtypeStruct:
 
 def _scheduler():
     """Return the one-kernel scheduler where Triton compiles, the XLA one elsewhere."""
-    if jax.default_backend() == "gpu":
-        try:
-            from jaxattn.kernels.triton.plan import build_schedule as fused
-        except ImportError:
-            return build_schedule
+    from jaxattn.kernels.triton.compat import jax_triton_status
+
+    if jax.default_backend() == "gpu" and jax_triton_status() is None:
+        from jaxattn.kernels.triton.plan import build_schedule as fused
+
         return fused
     return build_schedule

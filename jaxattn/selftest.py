@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattn.attention import implementations, unified_attention
-from jaxattn.errors import JaxattnError
+from jaxattn.errors import JaxattnError, UnsupportedError
 from jaxattn.kv_cache import write_kv
 from jaxattn.metadata import decode_metadata
 
@@ -83,6 +83,8 @@ def check_attention(name: str, attend: Callable) -> Result:
         )
         q = jnp.ones((1, 1, _K_WIDTH), jnp.bfloat16)
         found = np.asarray(jax.jit(attend)(q, k_cache, v_cache, metadata), np.float32)
+    except UnsupportedError as error:
+        return Result(name, None, " ".join(str(error).split()))
     except (JaxattnError, MemoryError, jax.errors.JaxRuntimeError) as error:
         return Result(name, False, " ".join(str(error).split()))
     if (found == 3).all():

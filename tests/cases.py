@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -17,6 +18,13 @@ from jaxattn.index64 import index64
 from jaxattn.metadata import AttentionMetadata
 
 Lengths = tuple[tuple[int, int], ...]
+
+# An interpreted Pallas kernel takes seconds to compile with all optimisations, and milliseconds to run without.
+COMPILED_QUICKLY = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
 
 # (q_len, seqused_k) of each sequence.
 DECODE: Lengths = ((1, 33), (1, 1), (1, 0), (1, 64), (1, 190), (0, 0))
@@ -304,10 +312,20 @@ def oracle_of(q, k_cache, v_cache, metadata: AttentionMetadata, options: dict[st
 
 
 def run(problem: Problem, implementation: str):
-    arrays = (jnp.asarray(array) for array in (problem.q, problem.k_cache, problem.v_cache))
-    return unified_attention(
-        *arrays, problem.metadata, return_lse=True, implementation=implementation, **problem.options
-    )
+    def attend(q, k_cache, v_cache):
+        return unified_attention(
+            q,
+            k_cache,
+            v_cache,
+            problem.metadata,
+            return_lse=True,
+            implementation=implementation,
+            **problem.options,
+        )
+
+    if implementation == "pallas" and jax.default_backend() == "cpu":
+        attend = jax.jit(attend, compiler_options=COMPILED_QUICKLY)
+    return attend(*(jnp.asarray(array) for array in (problem.q, problem.k_cache, problem.v_cache)))
 
 
 def _plain_attention(q, k, v, seen, distance, scale, softcap, slopes, sinks, v_scale):

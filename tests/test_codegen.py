@@ -59,6 +59,7 @@ def tuned(monkeypatch):
     def use(*found):
         monkeypatch.setattr(codegen, "compile_requests", lambda arch: list(found))
         monkeypatch.setattr(codegen, "other_requests", lambda arch: [])
+        monkeypatch.setattr(codegen, "pallas_launches", lambda arch: [])
 
     return use
 

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from bench.audit.pallas import audit_pallas, name_arguments
+from bench.audit.pallas_launches import pallas_launches
 
 ARCHS = ("gfx942", "gfx950", "sm90")
 NAMES = {"page_products": ("k_cache", "page_table", "out")}
@@ -77,3 +78,24 @@ def test_names_go_to_the_arguments_in_order():
     ttir = "module {\n  tt.func public @f(%arg0: !tt.ptr<i64> loc(unknown), %arg1: i64 loc(unknown)) {\n"
     named = name_arguments(ttir, ("page_table", "width"))
     assert re.findall(r'(%arg\d).*?loc\("(\w+)"', named) == [("%arg0", "page_table"), ("%arg1", "width")]
+
+
+def reports_of(arch, name):
+    launches = next(launches for launches in pallas_launches(arch) if launches.name.startswith(name))
+    return launches.audit()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_tuned_decode_of_the_attention_kernels_passes(arch):
+    attention, reduction = reports_of(arch, "pallas split D128 bfloat16 ")
+    assert (attention.failures, reduction.failures) == ((), ())
+    assert attention.load_bytes == 16
+    assert attention.matrix_instructions > 0
+    assert not {"VGPR", "scratch bytes", "stack bytes"} & attention.spills.keys()
+
+
+@pytest.mark.parametrize("name", ["ragged", "pooled"])
+def test_page_tables_are_safe(name):
+    (report,) = reports_of("gfx950", f"pallas {name} rows")
+    assert report.failures == ()
+    assert report.name == f"pallas {name} rows and window: page_table"

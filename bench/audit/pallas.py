@@ -14,6 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_me
 from bench.audit.compilation import compile_ir, find_target
 from bench.audit.mlir_text import closing_bracket
 from bench.audit.report import Report, audit
+from jaxattn.kernels.pallas.backend import quiet_about_deprecation
 
 NUMBERED = "pallas"
 DEVICE_KINDS = {"sm90": "NVIDIA H100"}
@@ -44,7 +45,7 @@ def lower_abstractly(function: Callable, arguments: Sequence[Any], arch: str) ->
     kind = DEVICE_KINDS.get(arch, arch)
     device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
     mesh = AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=device)
-    with jax.enable_x64(True), use_abstract_mesh(mesh):
+    with jax.enable_x64(True), use_abstract_mesh(mesh), quiet_about_deprecation():
         traced = jax.jit(function).trace(*arguments)
         return traced.lower(lowering_platforms=("rocm" if target.is_amd else "cuda",))
 
@@ -71,7 +72,12 @@ def pallas_kernels(function: Callable, arguments: Sequence[Any], arch: str) -> l
 
 
 def audit_pallas(
-    function: Callable, arguments: Sequence[Any], arch: str, operands: Mapping[str, Sequence[str]]
+    function: Callable,
+    arguments: Sequence[Any],
+    arch: str,
+    operands: Mapping[str, Sequence[str] | Callable[[int], Sequence[str]]],
+    *,
+    tuned: bool = True,
 ) -> list[Report]:
     """Audit the `pallas_call`s of a function.
 
@@ -80,7 +86,9 @@ def audit_pallas(
         arguments: arrays or `jax.ShapeDtypeStruct`s.
         arch: a name in `TARGETS`.
         operands: name of a kernel -> names of its inputs and then its outputs, as the audit knows them:
-            `k_cache` and `v_cache` for what must be loaded at full width, `seqused_k` for lengths.
+            `k_cache` and `v_cache` for what must be loaded at full width, `seqused_k` for lengths; or a function
+            that gives the names for a number of them.
+        tuned: as in `audit`.
 
     Raises:
         ValueError: a kernel's operands are not named, or not all of them.
@@ -89,8 +97,12 @@ def audit_pallas(
     for kernel in pallas_kernels(function, arguments, arch):
         if kernel.name not in operands:
             raise ValueError(f"operands: expected names for kernel {kernel.name!r}, got {sorted(operands)}")
-        ttir, lines = number_lines(name_arguments(kernel.ttir, operands[kernel.name]))
-        report = audit(compile_ir(kernel.name, ttir, arch, kernel.num_warps, kernel.num_stages))
+        names = operands[kernel.name]
+        if callable(names):
+            names = names(argument_count(kernel.ttir))
+        ttir, lines = number_lines(name_arguments(kernel.ttir, names))
+        compiled = compile_ir(kernel.name, ttir, arch, kernel.num_warps, kernel.num_stages)
+        report = audit(compiled, tuned=tuned)
         reports.append(
             dataclasses.replace(
                 report,
@@ -139,10 +151,21 @@ def restore_lines(text: str, lines: Sequence[str]) -> str:
     return re.sub(rf"\b{NUMBERED}:(\d+)", lambda match: lines[int(match[1])], text)
 
 
+def argument_span(ttir: str) -> tuple[int, int]:
+    """Where the arguments of the IR's function are."""
+    start = ttir.index("(", ttir.index("tt.func")) + 1
+    return start, closing_bracket(ttir, start)
+
+
+def argument_count(ttir: str) -> int:
+    """How many inputs and outputs the IR's function has."""
+    start, end = argument_span(ttir)
+    return ttir.count("!tt.ptr", start, end)
+
+
 def name_arguments(ttir: str, names: Sequence[str]) -> str:
     """Give the arguments of the IR's function the names that the audit goes by."""
-    start = ttir.index("(", ttir.index("tt.func")) + 1
-    end = closing_bracket(ttir, start)
+    start, end = argument_span(ttir)
     given = iter(names)
     signature, count = re.subn(
         r"loc\(unknown\)", lambda _: f'loc("{next(given, "")}"(unknown))', ttir[start:end]

@@ -5,16 +5,15 @@ are handed over apart, so that nothing is interleaved.
 """
 
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pallas_triton
 from jaxtyping import Array, Float, Float32, UInt8
 
 from jaxattn.errors import UnsupportedError
+from jaxattn.kernels.pallas.backend import call, refuse_backend, result_shape
 
 DTYPES = ("bfloat16", "float16", "float32")
 BYTES_PER_GROUP = 16
@@ -27,6 +26,8 @@ MOST_BYTES = 2**31
 
 def supports(x: Float[Array, "tokens columns"], packed: UInt8[Array, "padded_rows half"]) -> str | None:
     """The reason why `run` cannot multiply these, or None."""
+    if reason := refuse_backend():
+        return reason
     if x.dtype.name not in DTYPES:
         return f"x: expected one of {', '.join(DTYPES)}, got {x.dtype}"
     if x.shape[0] > MOST_TOKENS:
@@ -58,22 +59,26 @@ def run(
     padded = LEAST_TOKENS if tokens <= LEAST_TOKENS else MOST_TOKENS
     x = jnp.pad(x, ((0, padded - tokens), (0, 2 * half - columns)))
     apart = x.reshape(padded, half, 2).transpose(2, 0, 1)
-    with jax.enable_x64(False), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*Pallas Triton.*", category=DeprecationWarning)
-        out = pl.pallas_call(
+
+    def multiply(apart, packed, scale):
+        from jax.experimental.pallas import triton as pallas_triton
+
+        return pl.pallas_call(
             functools.partial(_kernel, steps=half // BLOCK_BYTES),
-            out_shape=jax.ShapeDtypeStruct((padded, packed.shape[0]), jnp.float32),
+            out_shape=[result_shape((padded, packed.shape[0]), jnp.float32)],
             grid=(packed.shape[0] // BLOCK_ROWS,),
             in_specs=[
                 pl.BlockSpec((2, padded, half), lambda i: (0, 0, 0)),
                 pl.BlockSpec((BLOCK_ROWS, half), lambda i: (i, 0)),
                 pl.BlockSpec((BLOCK_ROWS, half // BYTES_PER_GROUP), lambda i: (i, 0)),
             ],
-            out_specs=pl.BlockSpec((padded, BLOCK_ROWS), lambda i: (0, i)),
+            out_specs=[pl.BlockSpec((padded, BLOCK_ROWS), lambda i: (0, i))],
             compiler_params=pallas_triton.CompilerParams(num_warps=4, num_stages=3),
             interpret=jax.default_backend() == "cpu",
             name="mxfp4_matmul",
         )(apart, packed, scale)
+
+    (out,) = call(multiply, (apart, packed, scale), index64=False)
     return out[:tokens, :rows]
 
 

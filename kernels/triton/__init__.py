@@ -5,11 +5,9 @@ import importlib.util
 from jaxtyping import Array, Float32, Num
 
 from jaxattn.kernels import tuning
+from jaxattn.kernels._launches import refuse_capacity
 from jaxattn.kernels.triton.compat import jax_triton_status, refuse_architecture
 from jaxattn.problem import AttentionProblem
-
-# Positions within a sequence are 32-bit in the kernels.
-_LARGEST_CAPACITY = 2**31 - 2**16
 
 
 def supports(problem: AttentionProblem) -> str | None:
@@ -21,13 +19,7 @@ def supports(problem: AttentionProblem) -> str | None:
         reason = refuse_architecture(architecture) or jax_triton_status()
         if reason is not None:
             return reason
-    capacity = problem.page_table.shape[1] * problem.page_size
-    if capacity > _LARGEST_CAPACITY:
-        return (
-            f"page_table: rows of {capacity} keys; the kernels count the keys of one sequence in 32 bits, "
-            f"up to {_LARGEST_CAPACITY}"
-        )
-    return None
+    return refuse_capacity(problem)
 
 
 def run(problem: AttentionProblem) -> tuple[Num[Array, "T H Dv"], Float32[Array, "T H"]]:

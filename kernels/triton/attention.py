@@ -1,224 +1,47 @@
-"""From an attention problem to launches of the attention and reduction kernels."""
+"""Attention by the Triton kernels."""
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import triton.language as tl
 from jaxtyping import Array, Float32, Num
 
-from jaxattn.index64 import cdiv
-from jaxattn.kernels import _output, tuning
-from jaxattn.kernels.triton.attention_kernel import CUT_UNIT_FIELDS, attention_kernel
-from jaxattn.kernels.triton.constants import AttentionConstants
-from jaxattn.kernels.triton.formats import CODES
+from jaxattn.kernels import _launches
+from jaxattn.kernels._constants import AttentionConstants
+from jaxattn.kernels.triton.attention_kernel import attention_kernel
 from jaxattn.kernels.triton.launch import launch
 from jaxattn.kernels.triton.plan import build_schedule
 from jaxattn.kernels.triton.reduce_kernel import reduce_kernel
-from jaxattn.kernels.tuning.launches import Launch, attention_launches
-from jaxattn.plan import UNCUT, Plan, Schedule
 from jaxattn.problem import AttentionProblem
 
-_TRITON_FLOATS = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
-_TRITON_BYTES = {
+_FLOATS = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
+_BYTES = {
     "float8_e4m3fn": tl.float8e4nv,
     "float8_e4m3fnuz": tl.float8e4b8,
     "float8_e5m2": tl.float8e5,
     "float8_e5m2fnuz": tl.float8e5b16,
     "int8": tl.int8,
 }
-# Weights of float16 reach down to 2**-39 of the largest one.
-_FLOAT16_SHIFT = 15.0
 
 
 def run(problem: AttentionProblem) -> tuple[Num[Array, "T H Dv"], Float32[Array, "T H"]]:
     """Compute attention by one or two launches, whose results share the output."""
-    if _output.is_empty(problem):
-        return _output.neutral(problem)
-    if problem.output_scale is not None:
-        problem = dataclasses.replace(problem, output_scale=problem.output_scale.reshape(1))
-    result = None
-    for step in attention_launches(problem, tuning.device()):
-        schedule = problem.plan.find(step.spec) if isinstance(problem.plan, Plan) else None
-        if schedule is None:
-            schedule = build_schedule(step.spec, problem.cu_seqlens_q, problem.seqused_k)
-        result = _attend(problem, step, schedule, result)
-    return result
+    return _launches.run(problem, _BACKEND)
 
 
-def _attend(problem: AttentionProblem, step: Launch, schedule: Schedule, earlier):
-    """Launch one schedule; the rows of `earlier` results that it does not own keep their values."""
-    constants = attention_constants(problem, step, fill=earlier is None)
-    tokens, heads, _ = problem.q.shape
-    value_dim = problem.v_cache.shape[3]
-    out = jax.ShapeDtypeStruct((tokens, heads, value_dim), problem.out_dtype)
-    lse = jax.ShapeDtypeStruct((tokens, heads), jnp.float32)
-    partials = _partial_shapes(constants)
-    aliased = (None, None) if earlier is None else earlier
-    inputs = (
-        problem.q,
-        problem.k_cache,
-        problem.v_cache,
-        problem.page_table,
-        problem.cu_seqlens_q,
-        problem.seqused_k,
-        schedule.block_sequence,
-        schedule.block_index,
-        schedule.tile_start,
-        schedule.first_block,
-        problem.ancestors,
-        problem.depths,
-        problem.sinks,
-        problem.alibi_slopes,
-        problem.q_descale,
-        problem.k_descale,
-        problem.v_descale,
-        problem.output_scale,
-        *aliased,
-    )
-    *result, acc, peak, total, cut_units = launch(
-        attention_kernel,
-        inputs,
-        (out, lse, *partials),
-        grid=constants.programs,
-        num_warps=step.choice.warps,
-        num_stages=step.choice.stages,
-        aliases={} if earlier is None else {len(inputs) - 2: 0, len(inputs) - 1: 1},
-        C=constants,
-    )
-    if constants.uncut:
-        return tuple(result)
-    units = constants.num_blocks * constants.num_kv_heads
-    # Fixed cuts are merged in one way only, so that the bits of a row depend on nothing else.
-    pieces = None if constants.chunk else cdiv(constants.programs, units)
-    reduce = tuning.tuning().choose_reduce(pieces)
-    places = units if constants.chunk else constants.programs - 1
-    if places == 0:
-        return tuple(result)
-    inputs = (
-        problem.cu_seqlens_q,
-        problem.seqused_k,
-        schedule.block_sequence,
-        schedule.block_index,
-        schedule.tile_start,
-        problem.sinks,
-        problem.v_descale,
-        problem.output_scale,
-        acc,
-        peak,
-        total,
-        cut_units,
-        *result,
-    )
-    return tuple(
-        launch(
-            reduce_kernel,
-            inputs,
-            (out, lse),
-            grid=places * cdiv(constants.stored_rows, reduce.rows),
-            num_warps=reduce.warps,
-            aliases={len(inputs) - 2: 0, len(inputs) - 1: 1},
-            C=constants,
-            PARTIALS=reduce.partials,
-            ROWS=reduce.rows,
-        )
+def _specialise(constants: AttentionConstants) -> AttentionConstants:
+    """Put Triton's dtypes in place of names."""
+    return dataclasses.replace(
+        constants,
+        compute=_FLOATS[constants.compute],
+        v_dtype=_BYTES.get(constants.v_dtype),
+        out_dtype=_FLOATS.get(constants.out_dtype, tl.float32),
     )
 
 
-def attention_constants(problem: AttentionProblem, step: Launch, *, fill: bool) -> AttentionConstants:
-    """Gather what the kernels of one launch are specialised on."""
-    spec, choice = step.spec, step.choice
-    tokens, heads, head_dim = problem.q.shape
-    num_pages, page_size, kv_heads, value_dim = problem.v_cache.shape
-    compute = _compute_dtype(problem)
-    table = tuning.tuning()
-    out_name = np.dtype(problem.out_dtype).name
-
-    def stored(dtype) -> int:
-        name = np.dtype(dtype).name
-        return CODES[name] if name.startswith("float8") and name not in table.native_formats else 0
-
-    def unpack(dtype) -> tuple[str, str]:
-        return table.unpack.get(np.dtype(dtype).name, ("", ""))
-
-    unpacks = compute == "float16" and not choice.overlapped
-    paired = problem.v_cache.dtype.itemsize == 1 and value_dim % 2 == 0 and not choice.overlapped
-    return AttentionConstants(
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        page_size=page_size,
-        num_pages=num_pages,
-        table_width=problem.page_table.shape[1],
-        num_sequences=problem.seqused_k.shape[0],
-        num_tokens=tokens,
-        block_rows=choice.block_rows,
-        tile=choice.tile,
-        programs=spec.programs,
-        num_blocks=spec.num_blocks,
-        stored_rows=min(choice.block_rows, min(problem.max_seqlen_q, spec.max_q_len, tokens) * spec.group),
-        chunk=spec.chunk,
-        uncut=spec.chunk == UNCUT,
-        stages=choice.stages,
-        # A tree's prefix is bare, but the loops take tiles in another order than decode does.
-        bare_tiles=step.choice.bare or (problem.ancestors is not None and not problem.batch_invariant),
-        overlapped=step.choice.overlapped,
-        paired_values=paired,
-        k_unpack=unpack(problem.k_cache.dtype)[0] if unpacks and head_dim % 4 == 0 and head_dim > 16 else "",
-        v_unpack=unpack(problem.v_cache.dtype)[1] if unpacks and paired else "",
-        issue_barrier=table.issue_barrier,
-        fill=fill,
-        softmax_scale=problem.softmax_scale,
-        causal=problem.causal,
-        window=spec.sliding_window or 0,
-        softcap=problem.softcap or 0.0,
-        tree_words=0 if problem.ancestors is None else problem.ancestors.shape[1],
-        sinks=problem.sinks is not None,
-        alibi=problem.alibi_slopes is not None,
-        q_descale=problem.q_descale is not None,
-        k_descale=problem.k_descale is not None,
-        v_descale=problem.v_descale is not None,
-        output_scale=problem.output_scale is not None,
-        compute=_TRITON_FLOATS[compute],
-        q_format=stored(problem.q.dtype),
-        k_format=stored(problem.k_cache.dtype),
-        v_format=stored(problem.v_cache.dtype),
-        v_dtype=_TRITON_BYTES.get(problem.v_cache.dtype.name),
-        out_dtype=_TRITON_FLOATS.get(out_name, tl.float32),
-        out_format=0 if out_name == "bfloat16" else CODES[out_name],
-        precision="ieee" if compute == "float32" else None,
-        scale_rows=compute == "float16" and np.dtype(problem.q.dtype).name in ("bfloat16", "float32"),
-        weight_shift=_FLOAT16_SHIFT if compute == "float16" else 0.0,
-    )
-
-
-def _compute_dtype(problem: AttentionProblem) -> str:
-    """Choose the type of the products: float16 holds every 8-bit format exactly and converts from it fastest."""
-    names = {np.dtype(x.dtype).name for x in (problem.q, problem.k_cache, problem.v_cache)}
-    wide = {name for name in names if np.dtype(jnp.dtype(name)).itemsize > 1}
-    if "float32" in wide or wide == {"float16", "bfloat16"}:
-        return "float32"
-    if len(names) == 1 and wide == {"bfloat16"}:
-        return "bfloat16"
-    return "float16"
-
-
-def _partial_shapes(constants: AttentionConstants) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of the softmax states of cut units, acc, peak and total, and of the description of those units."""
-    slots = 2 * constants.programs
-    if constants.uncut:
-        slots = 1
-    elif constants.chunk:
-        pieces = cdiv(constants.capacity, constants.chunk)
-        slots = constants.num_blocks * constants.num_kv_heads * pieces
-    rows = (slots, constants.stored_rows)
-    return (
-        jax.ShapeDtypeStruct((*rows, constants.value_dim), jnp.float32),
-        jax.ShapeDtypeStruct(rows, jnp.float32),
-        jax.ShapeDtypeStruct(rows, jnp.float32),
-        jax.ShapeDtypeStruct(
-            (1 if constants.chunk else constants.programs, CUT_UNIT_FIELDS.value), jnp.int64
-        ),
-    )
+_BACKEND = _launches.Backend(
+    attention_kernel=attention_kernel,
+    reduce_kernel=reduce_kernel,
+    launch=launch,
+    build_schedule=build_schedule,
+    specialise=_specialise,
+)

@@ -10,14 +10,13 @@ state as a partial result, of which it can have two: one that began before its r
 import triton
 import triton.language as tl
 
+from jaxattn.kernels import _constants
 from jaxattn.kernels.triton.formats import decode, stored_pointer
 from jaxattn.kernels.triton.keys import bare_range, key_range
 from jaxattn.kernels.triton.output import fill_unowned_rows, store_rows
 from jaxattn.kernels.triton.walk import fresh_state, walk, walk_overlapped
 
-# What `reduce_kernel` must know of the unit that a run begins and does not end: its pieces, q_start, q_len,
-# first packed row and KV head.
-CUT_UNIT_FIELDS = tl.constexpr(8)
+CUT_UNIT_FIELDS = tl.constexpr(_constants.CUT_UNIT_FIELDS)
 
 
 @triton.jit

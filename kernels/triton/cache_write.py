@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Float32, Int64, Num
 
-from jaxattn.kernels.triton.constants import padded
-from jaxattn.kernels.triton.formats import CODES, encode, stored_pointer
+from jaxattn.kernels._constants import CODES, padded
+from jaxattn.kernels.triton.formats import encode, stored_pointer
 from jaxattn.kernels.triton.launch import launch
 
 _TRITON_DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}

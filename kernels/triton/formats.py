@@ -1,31 +1,21 @@
 """Conversions between stored 8-bit formats and the compute types, as functions of a Triton kernel.
 
-A format is one of the numbers below. `NATIVE` means that the compiler converts the type itself; any other is
+A format is one of the numbers of `CODES`. `NATIVE` means that the compiler converts the type itself; any other is
 decoded from and encoded to its bits, which works on every device and gives the same bits everywhere.
 """
 
 import triton
 import triton.language as tl
 
-NATIVE = tl.constexpr(0)
-FLOAT8_E4M3FN = tl.constexpr(1)
-FLOAT8_E4M3FNUZ = tl.constexpr(2)
-FLOAT8_E5M2 = tl.constexpr(3)
-FLOAT8_E5M2FNUZ = tl.constexpr(4)
-INT8 = tl.constexpr(5)
-FLOAT16 = tl.constexpr(6)
-BFLOAT16 = tl.constexpr(7)
+from jaxattn.kernels._constants import CODES
 
-CODES = {
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 2,
-    "float8_e5m2": 3,
-    "float8_e5m2fnuz": 4,
-    "int8": 5,
-    "float16": 6,
-    "bfloat16": 7,
-    "float32": 0,
-}
+NATIVE = tl.constexpr(0)
+FLOAT8_E4M3FN = tl.constexpr(CODES["float8_e4m3fn"])
+FLOAT8_E4M3FNUZ = tl.constexpr(CODES["float8_e4m3fnuz"])
+FLOAT8_E5M2 = tl.constexpr(CODES["float8_e5m2"])
+FLOAT8_E5M2FNUZ = tl.constexpr(CODES["float8_e5m2fnuz"])
+INT8 = tl.constexpr(CODES["int8"])
+FLOAT16 = tl.constexpr(CODES["float16"])
 
 # 1.5 * 2**23: adding it to a float32 below 2**22 rounds that to the nearest even integer in the low bits.
 _ROUNDING = tl.constexpr(12582912.0)

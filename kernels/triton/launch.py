@@ -12,8 +12,8 @@ import numpy as np
 import triton
 from jax.experimental.buffer_callback import buffer_callback
 
-from jaxattn.errors import UnsupportedError
 from jaxattn.kernels import tuning
+from jaxattn.kernels._transforms import sealed
 from jaxattn.kernels.triton.compat import installed_version, load_jax_triton
 
 
@@ -98,22 +98,12 @@ def launch(
         calls.append(call)
     given = iter(arrays)
     operands = [arrays[0] if shape is None else next(given) for shape in shapes]
-    return list(_undifferentiable(call)(*operands))
+    return list(_sealed(call)(*operands))
 
 
 @functools.cache
-def _undifferentiable(call: KernelCall):
-    @jax.custom_jvp
-    def run(*operands):
-        return jax.custom_batching.sequential_vmap(functools.partial(_run, call))(*operands)
-
-    @run.defjvp
-    def _refuse(primals, tangents):
-        raise UnsupportedError(
-            "implementation='triton' has no derivative; differentiate implementation='reference', which is dense"
-        )
-
-    return run
+def _sealed(call: KernelCall):
+    return sealed(functools.partial(_run, call), "triton")
 
 
 def _run(call: KernelCall, *operands):

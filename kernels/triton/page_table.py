@@ -1,34 +1,12 @@
 """Page tables in one launch, equal to `jaxattn.page_table.build_page_table` bit for bit."""
 
-import dataclasses
-
-import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jaxtyping import Array, Int64, Integer
 
-from jaxattn.index64 import cdiv
+from jaxattn.kernels import _tables
 from jaxattn.kernels.triton.launch import launch
-from jaxattn.slot_rows import RaggedRows, SlotRows
-
-_COLUMNS = 1024
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TableConstants:
-    """Static facts of one launch."""
-
-    num_sequences: int
-    max_pages: int
-    page_size: int
-    ragged: bool
-    # Rows and columns of the pool, or 1 and the length of the list of slots.
-    slot_rows: int
-    slot_columns: int
-    # Length of `full_to_swa`, 0 without a window table.
-    full_slots: int
-    columns: int
+from jaxattn.slot_rows import SlotRows
 
 
 def build_page_tables(
@@ -40,49 +18,11 @@ def build_page_tables(
 ) -> tuple[Int64[Array, "S M"], Int64[Array, "S M"] | None]:
     """Build the table of checked `rows` for their first `lengths` positions, and the one of the window pool.
 
-    Call it inside an `index64` scope. Entries are those that the module `jaxattn.page_table` describes.
-
-    Args:
-        rows: slots of each sequence.
-        lengths: `[S]`, positions that the table covers.
-        page_size: tokens in a page.
-        max_pages: columns M of the tables.
-        full_to_swa: window-pool slot of each full-pool slot; None builds no window table.
+    As `jaxattn.kernels._tables.build_page_tables`; call it inside an `index64` scope.
     """
-    num_sequences = rows.num_seqs
-    ragged = isinstance(rows, RaggedRows)
-    slots, starts = (
-        (rows.kv_indices, rows.kv_indptr) if ragged else (rows.req_to_token, rows.req_pool_indices)
+    return _tables.build_page_tables(
+        rows, lengths, page_size, max_pages, full_to_swa, kernel=page_table_kernel, launch=launch
     )
-    shape = jax.ShapeDtypeStruct((num_sequences, max_pages), jnp.int64)
-    window = full_to_swa is not None
-    if 0 in shape.shape or slots.size == 0 or (window and full_to_swa.size == 0):
-        from jaxattn.page_table import build_page_table
-        from jaxattn.window_pool import WindowRows
-
-        table = build_page_table(rows, lengths, page_size, max_pages)
-        if not window:
-            return table, None
-        return table, build_page_table(WindowRows(rows, full_to_swa), lengths, page_size, max_pages)
-    constants = TableConstants(
-        num_sequences=num_sequences,
-        max_pages=max_pages,
-        page_size=page_size,
-        ragged=ragged,
-        slot_rows=1 if ragged else slots.shape[0],
-        slot_columns=slots.shape[-1],
-        full_slots=full_to_swa.shape[0] if window else 0,
-        columns=min(_COLUMNS, max(16, triton.next_power_of_2(max_pages))),
-    )
-    tables = launch(
-        page_table_kernel,
-        (lengths, slots, starts, full_to_swa),
-        (shape, shape if window else jax.ShapeDtypeStruct((1,), jnp.int64)),
-        grid=num_sequences * cdiv(max_pages, constants.columns),
-        num_warps=4,
-        C=constants,
-    )
-    return tables[0], tables[1] if window else None
 
 
 @triton.jit

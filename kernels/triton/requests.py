@@ -37,8 +37,8 @@ class CompileRequest:
 
 
 # Dtypes of K and V by their width; the 8-bit formats that a device has differ.
-_KV_DTYPES = {2: ("bfloat16",), 4: ("float32",), 1: ("float8_e4m3fn", "float8_e4m3fnuz", "int8")}
-_CORES = {"sm90": 132, "gfx90a": 104, "gfx942": 304, "gfx950": 256}
+KV_DTYPES = {2: ("bfloat16",), 4: ("float32",), 1: ("float8_e4m3fn", "float8_e4m3fnuz", "int8")}
+CORES = {"sm90": 132, "gfx90a": 104, "gfx942": 304, "gfx950": 256}
 
 
 def compile_requests(arch: str) -> list[CompileRequest]:
@@ -47,7 +47,7 @@ def compile_requests(arch: str) -> list[CompileRequest]:
     Args:
         arch: `sm90`, `gfx942`, ...
     """
-    device = tuning.Device(architecture=arch, cores=_CORES.get(arch, 100))
+    device = tuning.Device(architecture=arch, cores=CORES.get(arch, 100))
     with tuning.using(device):
         return [*_attention_requests()]
 
@@ -57,7 +57,7 @@ def _attention_requests() -> Iterator[CompileRequest]:
     seen = set()
     for kind in tuning.KINDS:
         for choice in getattr(table, kind):
-            for dtype in _KV_DTYPES[choice.kv_bytes]:
+            for dtype in KV_DTYPES[choice.kv_bytes]:
                 if dtype.startswith("float8") and dtype not in table.native_formats:
                     continue
                 for request in _requests_for(kind, choice, dtype):
@@ -86,7 +86,7 @@ def _requests_for(kind: str, choice: tuning.TileChoice, kv_dtype: str) -> Iterat
 
 def attention_request(arch: str, kind: str, choice: tuning.TileChoice, kv_dtype: str) -> CompileRequest:
     """Describe the attention kernel as `choice` would compile it, in place of the entries of its table."""
-    device = tuning.Device(architecture=arch, cores=_CORES.get(arch, 100))
+    device = tuning.Device(architecture=arch, cores=CORES.get(arch, 100))
     table = dataclasses.replace(tuning.load(arch), **{kind: (choice,)})
     with tuning.using(device, table):
         return next(

@@ -28,6 +28,8 @@ from typing import Any
 import jax
 
 KINDS = ("split", "prefill", "invariant")
+_GPU_PLATFORMS = ("gpu", "cuda", "rocm")
+_UNKNOWN_CORES = 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,11 +174,28 @@ def tuning() -> Tuning:
 
 
 def current_device() -> Device:
-    """Describe JAX's default device; a host without a GPU runs kernels in the interpreter."""
+    """Describe the device that JAX computes for; a host without a GPU runs kernels in the interpreter.
+
+    That is the abstract device of a mesh in use, such as one to export for, else JAX's default device.
+    """
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None and abstract.platform in _GPU_PLATFORMS:
+        return _abstract_device(abstract)
     default = jax.config.jax_default_device
     found = default if isinstance(default, jax.Device) else jax.devices()[0]
-    if found.platform not in ("gpu", "cuda", "rocm"):
+    if found.platform not in _GPU_PLATFORMS:
         return Device(architecture="interpreter", cores=4)
     from jaxattn.kernels.triton.compat import device_architecture
 
-    return Device(architecture=device_architecture(found), cores=int(getattr(found, "core_count", 100)))
+    return Device(
+        architecture=device_architecture(found), cores=int(getattr(found, "core_count", _UNKNOWN_CORES))
+    )
+
+
+def _abstract_device(abstract: jax.sharding.AbstractDevice) -> Device:
+    """Describe a device that is known by its name alone; one that is not recognised gets safe defaults."""
+    kind = abstract.device_kind
+    hopper = any(name in kind for name in ("H100", "H200"))
+    return Device(
+        architecture="sm90" if hopper else kind.split(":")[0], cores=abstract.num_cores or _UNKNOWN_CORES
+    )

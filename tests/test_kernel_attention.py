@@ -1,6 +1,8 @@
-"""The Triton attention kernels where splitting, tiling and launching matter; the feature matrix is in cases.py."""
+"""The attention kernels where splitting, tiling and launching matter; the feature matrix is in cases.py."""
 
 import dataclasses
+import importlib
+import importlib.util
 
 import cases
 import jax
@@ -8,16 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("triton")
-
 from jaxattn import plan
 from jaxattn.attention import unified_attention
 from jaxattn.checks import attention_problem
 from jaxattn.errors import UnsupportedError
 from jaxattn.index64 import index64
 from jaxattn.kernels import tuning
-from jaxattn.kernels.triton import attention
-from jaxattn.kernels.triton.launch import recording
 from jaxattn.kernels.tuning.launches import attention_launches
 
 interpreted = pytest.mark.skipif(
@@ -25,9 +23,13 @@ interpreted = pytest.mark.skipif(
 )
 
 
+needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton")
+
+
 @index64
-def run_with(problem: cases.Problem, *, cores: int | None = None, **choice):
+def run_with(kernels: str, problem: cases.Problem, *, cores: int | None = None, **choice):
     """Run the kernels with a number of programs and tile choices forced."""
+    attention = importlib.import_module(f"jaxattn.kernels.{kernels}.attention")
     table = tuning.tuning()
     kinds = {
         kind: tuple(dataclasses.replace(c, **choice) for c in getattr(table, kind)) for kind in tuning.KINDS
@@ -36,13 +38,16 @@ def run_with(problem: cases.Problem, *, cores: int | None = None, **choice):
     device = dataclasses.replace(device, cores=cores or device.cores)
     arrays = (jnp.asarray(array) for array in (problem.q, problem.k_cache, problem.v_cache))
     checked = attention_problem(*arrays, problem.metadata, **problem.options)
+    options = cases.COMPILED_QUICKLY if jax.default_backend() == "cpu" else None
     with tuning.using(device, dataclasses.replace(table, **kinds)):
-        return tuple(np.asarray(x) for x in jax.jit(lambda p: attention.run(p))(checked))
+        return tuple(
+            np.asarray(x) for x in jax.jit(lambda p: attention.run(p), compiler_options=options)(checked)
+        )
 
 
 @interpreted
 @pytest.mark.parametrize("splits", [1, 8, 128])
-def test_p46_any_number_of_splits_gives_the_same_result(splits):
+def test_p46_any_number_of_splits_gives_the_same_result(kernels, splits):
     case = cases.Case(
         mode="decode",
         lengths=((1, 3), (1, 5000)),
@@ -53,21 +58,21 @@ def test_p46_any_number_of_splits_gives_the_same_result(splits):
         dtype="bfloat16",
     )
     problem = cases.build(case)
-    out, lse = run_with(problem, cores=splits, tile=128)
+    out, lse = run_with(kernels, problem, cores=splits, tile=128)
     assert np.abs(out.astype(np.float64) - problem.out)[:2].max() < 4e-3 * np.abs(problem.out).max()
     np.testing.assert_allclose(lse[:2], problem.lse[:2], atol=1e-5)
 
 
 @interpreted
-def test_p46_more_programs_than_tiles_leave_no_empty_split():
+def test_p46_more_programs_than_tiles_leave_no_empty_split(kernels):
     problem = cases.build(cases.Case(mode="decode", lengths=((1, 3),), heads=2, kv_heads=1, padding_rows=0))
-    few, many = run_with(problem, cores=1), run_with(problem, cores=16)
+    few, many = run_with(kernels, problem, cores=1), run_with(kernels, problem, cores=16)
     assert np.array_equal(few[0], many[0])
     assert np.array_equal(few[1], many[1])
 
 
 @interpreted
-def test_p45_the_sink_joins_the_denominator_once_however_the_window_is_cut():
+def test_p45_the_sink_joins_the_denominator_once_however_the_window_is_cut(kernels):
     keys, window = 512, 16
     lengths = ((1, keys),)
     metadata = cases.make_metadata(np.arange(32).reshape(1, 32), lengths, page_size=16, mode="decode")
@@ -83,17 +88,17 @@ def test_p45_the_sink_joins_the_denominator_once_however_the_window_is_cut():
         lse=np.zeros(0),
     )
     for cores in (1, 4):
-        out, lse = run_with(problem, cores=cores, tile=16)
+        out, lse = run_with(kernels, problem, cores=cores, tile=16)
         np.testing.assert_allclose(out[0], 0.0534237, rtol=1e-5)
         np.testing.assert_allclose(lse[0], 2.9295007, rtol=1e-6)
     options = {"sinks": np.ones(2, np.float32)}
-    out, lse = run_with(dataclasses.replace(problem, options=options), cores=7, tile=16)
+    out, lse = run_with(kernels, dataclasses.replace(problem, options=options), cores=7, tile=16)
     np.testing.assert_allclose(out[0], 1 / (keys + np.e), rtol=1e-5)
     np.testing.assert_allclose(lse[0], np.log(keys + np.e), rtol=1e-6)
 
 
 @pytest.mark.parametrize("page", [-1, 10**6, 2**40])
-def test_p14_an_unknown_page_among_tiles_without_masks_is_masked_out(page):
+def test_p14_an_unknown_page_among_tiles_without_masks_is_masked_out(kernels, page):
     case = cases.Case(lengths=((40, 150),), heads=4, kv_heads=1, width=16, page_size=4, padding_rows=0)
     problem = cases.build(case)
     # One page more at the front, full of NaN: what an unmasked read of an unknown page would find.
@@ -105,13 +110,13 @@ def test_p14_an_unknown_page_among_tiles_without_masks_is_masked_out(page):
     table[0, 9] = page
     metadata = cases.make_metadata(table, case.lengths, page_size=4)
     problem = dataclasses.replace(problem, k_cache=k_cache, v_cache=v_cache, metadata=metadata)
-    out, lse = cases.run(problem, "triton")
+    out, lse = cases.run(problem, kernels)
     expected, expected_lse = cases.oracle_of(problem.q, k_cache, v_cache, metadata, {})
     np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(lse, expected_lse, rtol=2e-6)
 
 
-def batch_invariant_rows(lengths, sequence_data, options):
+def batch_invariant_rows(kernels, lengths, sequence_data, options):
     """Run sequences with `batch_invariant=True` and return their rows; pages are laid out afresh."""
     page_size, kv_heads, width = 4, 1, 16
     columns = max(-(-used // page_size) for _, used in lengths) + 1
@@ -134,16 +139,24 @@ def batch_invariant_rows(lengths, sequence_data, options):
         metadata,
         batch_invariant=True,
         return_lse=True,
-        implementation="triton",
+        implementation=kernels,
         **options,
     )
     return np.asarray(out), np.asarray(lse)
 
 
+WINDOW = {"sliding_window": 50, "sinks": np.ones(2, np.float32)}
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"sliding_window": 50, "sinks": np.ones(2, np.float32)}], ids=["plain", "window"]
+    ("kernels", "options"),
+    [
+        pytest.param("triton", {}, marks=needs_triton, id="triton-plain"),
+        pytest.param("triton", WINDOW, marks=needs_triton, id="triton-window"),
+        pytest.param("pallas", WINDOW, id="pallas-window"),
+    ],
 )
-def test_batch_invariant_rows_have_the_same_bits_alone_in_a_batch_in_decode_and_in_verify(options):
+def test_batch_invariant_rows_have_the_same_bits_alone_in_a_batch_in_decode_and_in_verify(kernels, options):
     rng = np.random.default_rng(0)
 
     def sequence(length):
@@ -154,14 +167,14 @@ def test_batch_invariant_rows_have_the_same_bits_alone_in_a_batch_in_decode_and_
         )
 
     data, others = sequence(131), [sequence(n) for n in (3, 260, 64)]
-    verify = batch_invariant_rows([(4, 131)], [data], options)
+    verify = batch_invariant_rows(kernels, [(4, 131)], [data], options)
     batch = batch_invariant_rows(
-        [(1, 3), (4, 131), (2, 260), (1, 64)], [others[0], data, *others[1:]], options
+        kernels, [(1, 3), (4, 131), (2, 260), (1, 64)], [others[0], data, *others[1:]], options
     )
     for a, b in zip(verify, batch, strict=True):
         assert np.array_equal(a, b[1:5])
     for row in range(4):
-        decode = batch_invariant_rows([(1, 128 + row)], [data], options)
+        decode = batch_invariant_rows(kernels, [(1, 128 + row)], [data], options)
         for a, b in zip(decode, verify, strict=True):
             assert np.array_equal(a[0], b[row])
 
@@ -182,13 +195,23 @@ def launches_of(problem: cases.Problem):
     checked = attention_problem(
         problem.q, problem.k_cache, problem.v_cache, problem.metadata, **problem.options
     )
+    from jaxattn.kernels.triton import attention
+    from jaxattn.kernels.triton.launch import recording
+
     with recording() as calls:
         jax.eval_shape(lambda p: attention.run(p), checked)
     return calls
 
 
-@pytest.mark.parametrize("name", ["decode-plain", "extend-everything"])
-def test_a_plan_made_once_gives_the_same_bits(name):
+@pytest.mark.parametrize(
+    ("kernels", "name"),
+    [
+        pytest.param("triton", "decode-plain", marks=needs_triton),
+        pytest.param("triton", "extend-everything", marks=needs_triton),
+        ("pallas", "decode-plain"),
+    ],
+)
+def test_a_plan_made_once_gives_the_same_bits(kernels, name):
     problem = cases.build(cases.CASES[name])
     made = plan.make_plan(
         problem.metadata,
@@ -197,11 +220,13 @@ def test_a_plan_made_once_gives_the_same_bits(name):
         sliding_windows=(problem.options.get("sliding_window"),),
     )
     planned = dataclasses.replace(problem, metadata=dataclasses.replace(problem.metadata, plan=made))
-    assert "schedule_kernel" not in {call.kernel.__name__ for call in launches_of(planned)}
-    for a, b in zip(cases.run(problem, "triton"), cases.run(planned, "triton"), strict=True):
+    if kernels == "triton":
+        assert "schedule_kernel" not in {call.kernel.__name__ for call in launches_of(planned)}
+    for a, b in zip(cases.run(problem, kernels), cases.run(planned, kernels), strict=True):
         assert np.array_equal(a, b)
 
 
+@needs_triton
 def test_p34_launches_use_one_axis_whatever_the_batch():
     problem = cases.build(
         cases.Case(mode="decode", lengths=((1, 1),) * 70, heads=1, kv_heads=1, padding_rows=0)
@@ -213,26 +238,30 @@ def test_p34_launches_use_one_axis_whatever_the_batch():
     assert all(isinstance(call.grid, int) for call in calls)
 
 
-def test_vmap_equals_a_loop_and_grad_is_refused():
+def test_a_derivative_is_refused(kernels):
+    problem = cases.build(cases.Case(mode="decode", lengths=((1, 9), (1, 4)), padding_rows=0))
+
+    def total(q):
+        out, _ = cases.run(dataclasses.replace(problem, q=q), kernels)
+        return out.sum()
+
+    with pytest.raises(UnsupportedError, match=f"implementation='{kernels}' has no derivative"):
+        jax.grad(total)(jnp.asarray(problem.q))
+
+
+def test_vmap_equals_a_loop(kernels):
     problem = cases.build(cases.Case(mode="decode", lengths=((1, 9), (1, 4)), padding_rows=0))
     queries = jnp.stack([jnp.asarray(problem.q), 2 * jnp.asarray(problem.q)])
 
     def attend(q):
-        return unified_attention(
-            q,
-            jnp.asarray(problem.k_cache),
-            jnp.asarray(problem.v_cache),
-            problem.metadata,
-            implementation="triton",
-        )
+        return cases.run(dataclasses.replace(problem, q=q), kernels)[0]
 
     mapped = jax.vmap(attend)(queries)
     for index in range(2):
         assert np.array_equal(mapped[index], attend(queries[index]))
-    with pytest.raises(UnsupportedError, match="implementation='reference'"):
-        jax.grad(lambda q: attend(q).sum())(queries[0])
 
 
+@needs_triton
 def test_p60_shard_map_over_kv_heads_equals_the_whole():
     problem = cases.build(cases.Case(mode="decode", lengths=((1, 9), (1, 40)), padding_rows=0))
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("heads",))

@@ -1,7 +1,22 @@
-"""What a Triton kernel is specialised on: plain frozen records, passed to it as one constant."""
+"""What an attention kernel is specialised on: a plain frozen record, passed to it as one constant."""
 
 import dataclasses
 from typing import Any
+
+# Numbers of stored formats; 0 means that the compiler converts the type itself.
+CODES = {
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 2,
+    "float8_e5m2": 3,
+    "float8_e5m2fnuz": 4,
+    "int8": 5,
+    "float16": 6,
+    "bfloat16": 7,
+    "float32": 0,
+}
+# What a reduction must know of the unit that a run begins and does not end: its pieces, q_start, q_len, first packed
+# row and KV head.
+CUT_UNIT_FIELDS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +51,7 @@ class AttentionConstants:
     overlapped: bool
     # Load two neighbouring columns of an 8-bit V as one element: 16-bit ones can be transposed by hardware.
     paired_values: bool = False
-    # Instructions that convert four 8-bit values of K or V at once, empty without; see `walk.load_keys`.
+    # Instructions that convert four 8-bit values of K or V at once, empty without; see `triton.walk`.
     k_unpack: str = ""
     v_unpack: str = ""
     # An instruction that the compiler moves no other across, empty without.
@@ -56,7 +71,7 @@ class AttentionConstants:
     v_descale: bool = False
     output_scale: bool = False
 
-    # Triton dtypes of the products and of the output; numbers of stored formats, see `formats`.
+    # Dtypes of the products and of the output, as the kernel's language knows them; numbers of stored formats.
     compute: Any
     q_format: int
     k_format: int

@@ -1,0 +1,71 @@
+"""Page tables in one launch, equal to `jaxattn.page_table.build_page_table` bit for bit."""
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Int64, Integer
+
+from jaxattn.index64 import cdiv
+from jaxattn.kernels import _tables
+from jaxattn.kernels._tables import TableConstants
+from jaxattn.kernels.pallas.arithmetic import quotient, remainder
+from jaxattn.kernels.pallas.launch import launch
+from jaxattn.kernels.pallas.memory import load, store
+from jaxattn.page_table import table_entries
+from jaxattn.slot_rows import SlotRows
+
+
+def build_page_tables(
+    rows: SlotRows,
+    lengths: Int64[Array, "S"],
+    page_size: int,
+    max_pages: int,
+    full_to_swa: Integer[Array, "full_slots"] | None = None,
+) -> tuple[Int64[Array, "S M"], Int64[Array, "S M"] | None]:
+    """Build the table of checked `rows` for their first `lengths` positions, and the one of the window pool.
+
+    As `jaxattn.kernels._tables.build_page_tables`; call it inside an `index64` scope.
+    """
+    return _tables.build_page_tables(
+        rows, lengths, page_size, max_pages, full_to_swa, kernel=page_table_kernel, launch=launch
+    )
+
+
+def page_table_kernel(lengths, slots, starts, full_to_swa, table, window_table, *, C: TableConstants):
+    """Write one stretch of one row of the table, and of the window table."""
+    program = pl.program_id(0).astype(jnp.int64)
+    stretches = cdiv(C.max_pages, C.columns)
+    sequence = quotient(program, stretches)
+    column = remainder(program, stretches) * C.columns + jnp.arange(C.columns, dtype=jnp.int64)  # [COLUMNS]
+    length = load(lengths, sequence)
+    first = column * C.page_size
+    last = jnp.minimum(first + C.page_size, length) - 1
+    needed = (first < length) & (column < C.max_pages)
+    start = load(starts, sequence)
+    listed = jnp.maximum(load(starts, sequence + 1) - start, 0) if C.ragged else C.slot_columns
+
+    def slots_at(position):
+        # Positions that no entry needs are -1, which nothing is loaded for.
+        position = jnp.where(needed, position, -1)
+        inside = (position >= 0) & (position < listed)
+        if C.ragged:
+            at = start + position
+            inside = inside & (at >= 0) & (at < C.slot_columns)
+        else:
+            at = start * C.slot_columns + position
+            inside = inside & (start >= 0) & (start < C.slot_rows)
+        return load(slots, jnp.where(inside, at, 0), inside, -1).astype(jnp.int64)
+
+    def window_slots(slot):
+        mapped = (slot >= 0) & (slot < C.full_slots)
+        found = load(full_to_swa, jnp.where(mapped, slot, 0), mapped, -1)
+        return jnp.maximum(found.astype(jnp.int64), -1)
+
+    def write(ref, first_slot, last_slot):
+        entries = table_entries(first_slot, last_slot, first, length, C.page_size, C.max_pages)
+        store(ref, sequence * C.max_pages + column, entries, column < C.max_pages)
+
+    first_slot = slots_at(first)
+    last_slot = slots_at(last) if C.page_size > 1 else first_slot
+    write(table, first_slot, last_slot)
+    if C.full_slots > 0:
+        write(window_table, window_slots(first_slot), window_slots(last_slot))

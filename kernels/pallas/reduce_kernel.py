@@ -1,0 +1,123 @@
+"""Merge of partial softmax states: a few output rows a program, a tile of partials at a time."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxattn.index64 import cdiv
+from jaxattn.kernels._constants import CUT_UNIT_FIELDS, AttentionConstants
+from jaxattn.kernels.pallas.arithmetic import quotient, remainder
+from jaxattn.kernels.pallas.memory import load
+from jaxattn.kernels.pallas.output import store_output
+from jaxattn.kernels.pallas.walk import Softmax
+from jaxattn.plan import key_range
+
+
+def reduce_kernel(
+    cu_seqlens_q,
+    seqused_k,
+    block_sequence,
+    block_index,
+    tile_start,
+    sinks,
+    v_descale,
+    output_scale,
+    partial_acc,
+    partial_peak,
+    partial_total,
+    cut_unit,
+    _out,
+    _lse,
+    out,
+    lse,
+    *,
+    C: AttentionConstants,
+    PARTIALS: int,
+    ROWS: int,
+):
+    """Merge the partial results of each (block, head) unit that `attention_kernel` cut, in the order of keys.
+
+    Where cuts follow from the load balance a program finds its unit by the run that it begins in; where every unit
+    is cut at fixed positions, by its number.
+    """
+    program = pl.program_id(0).astype(jnp.int64)
+    parts = cdiv(C.stored_rows, ROWS)
+    place = quotient(program, parts)
+    block_row = remainder(program, parts) * ROWS + jnp.arange(ROWS, dtype=jnp.int64)  # [ROWS]
+    # Partials are summed in groups that begin at fixed positions where the cuts do, so that a row's sum does not
+    # depend on the rows beside it.
+    skipped = jnp.zeros_like(place)
+    if C.chunk > 0:
+        block, kv_head = quotient(place, C.num_kv_heads), remainder(place, C.num_kv_heads)
+        block_start = load(tile_start, block)
+        count = quotient(load(tile_start, block + 1) - block_start, C.num_kv_heads)
+        first_slot = block_start + kv_head * count
+        sequence = load(block_sequence, block)
+        q_start = load(cu_seqlens_q, sequence)
+        q_len = load(cu_seqlens_q, sequence + 1) - q_start
+        first_packed = load(block_index, block) * C.block_rows
+        if C.window > 0:
+            used = load(seqused_k, sequence)
+            first_token = quotient(first_packed, C.group)
+            start, _ = key_range(
+                used - q_len,
+                jnp.minimum(used, C.capacity),
+                first_token,
+                first_token,
+                causal=C.causal,
+                tree=C.tree_words > 0,
+                sliding_window=C.window,
+            )
+            skipped = remainder(quotient(start, C.chunk), PARTIALS)
+    else:
+        count, q_start, q_len, first_packed, kv_head = (
+            load(cut_unit, place * CUT_UNIT_FIELDS + field) for field in range(5)
+        )
+        # It is below that number, which says that it fits any offset.
+        kv_head = remainder(kv_head, C.num_kv_heads)
+        first_slot = 2 * place
+
+    packed = first_packed + block_row  # [ROWS]
+    token = quotient(packed, C.group)
+    live = (block_row < C.stored_rows) & (token < q_len)
+
+    def step(turn, state):
+        acc, peak, total = state
+        index = turn * PARTIALS - skipped + jnp.arange(PARTIALS, dtype=jnp.int64)  # [PARTIALS]
+        slot = first_slot + index
+        if C.chunk == 0:
+            # The run in which the unit begins stores it second, the later ones store it first.
+            slot = slot + index + (index == 0)
+        stored = ((index >= 0) & (index < count))[:, None] & live[None, :]  # [PARTIALS, ROWS]
+        at = slot[:, None] * C.stored_rows + block_row[None, :]
+        peaks = load(partial_peak, at, stored, -jnp.inf)
+        totals = load(partial_total, at, stored)
+        column = jnp.arange(C.padded_value_dim, dtype=jnp.int64)
+        accs = load(
+            partial_acc,
+            at[:, :, None] * C.value_dim + column[None, None, :],
+            stored[:, :, None] & (column < C.value_dim)[None, None, :],
+        )  # [PARTIALS, ROWS, DV]
+        new_peak = jnp.maximum(peak, jnp.max(peaks, 0))
+        base = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
+        weight = lax.exp2(peaks - base[None, :])
+        decay = lax.exp2(peak - base)
+        acc = acc * decay[:, None] + jnp.sum(accs * weight[:, :, None], 0)
+        return acc, new_peak, total * decay + jnp.sum(totals * weight, 0)
+
+    @pl.when((count > 0) & (jnp.max(live.astype(jnp.int32)) > 0))
+    def _merge():
+        state = lax.fori_loop(
+            jnp.int64(0),
+            quotient(count + skipped + (PARTIALS - 1), PARTIALS),
+            step,
+            (
+                jnp.zeros((ROWS, C.padded_value_dim), jnp.float32),
+                jnp.full((ROWS,), -jnp.inf, jnp.float32),
+                jnp.zeros((ROWS,), jnp.float32),
+            ),
+        )
+        store_output(
+            Softmax(*state), q_start + token, kv_head * C.group + remainder(packed, C.group), live, kv_head,
+            sinks, v_descale, output_scale, out, lse, C,
+        )  # fmt: skip

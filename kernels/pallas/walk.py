@@ -1,0 +1,134 @@
+"""The walk of a block of query rows over tiles of keys: the online softmax."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxattn.kernels._constants import AttentionConstants
+from jaxattn.kernels.pallas.block import Block
+from jaxattn.kernels.pallas.formats import decode
+from jaxattn.kernels.pallas.keys import is_known, page_ids, per_key, pool_rows
+from jaxattn.kernels.pallas.memory import load
+from jaxattn.kernels.pallas.scores import LOG2E, key_positions, masked, modified
+
+
+class Softmax(NamedTuple):
+    """A softmax state.
+
+    acc [R, DV] is the weighted sum of values; peak [R] is what the weights are relative to, in units of log2, -inf
+    where no key was seen; total [R] is the sum of weights.
+    """
+
+    acc: Any
+    peak: Any
+    total: Any
+
+
+def product(a, b, contract: tuple[int, int]):
+    """Multiply two tiles with float32 sums, in full precision where they are float32."""
+    dimensions = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(
+        a, b, dimensions, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+
+
+def walk(
+    q,
+    scale,
+    block: Block,
+    page_table,
+    k_cache,
+    v_cache,
+    ancestors,
+    depths,
+    first,
+    last,
+    C: AttentionConstants,
+) -> Softmax:
+    """Fold the tiles [first, last) of keys into a softmax state.
+
+    The largest score of a row is kept as it is and subtracted before the factor to units of log2 is applied, which
+    keeps differences of huge scores exact.
+    """
+    column = jnp.arange(C.padded_dim, dtype=jnp.int64)
+    value_column = jnp.arange(C.padded_value_dim, dtype=jnp.int64)
+    unit = jnp.full((C.block_rows,), LOG2E, jnp.float32) if C.modified else scale * LOG2E
+
+    def step(tile, state):
+        acc, peak, total, page = state
+        key = tile * C.tile + jnp.arange(C.tile, dtype=jnp.int32)  # [TILE]
+        row = pool_rows(page, tile, C)
+        known = per_key(is_known(page, C), C)
+        # The ids of the next tile, so that its K and V can be fetched ahead without waiting for them.
+        page = page_ids(page_table, block.sequence, tile + 1, block.start, block.stop, C)
+
+        k_at = row * (C.num_kv_heads * C.head_dim) + block.kv_head * C.head_dim
+        k = load_tile(k_cache, k_at, column, C.head_dim)
+        k = decode(k, C.k_format, C.compute)  # [TILE, D]
+        score = product(q, k, (1, 1))  # [BM, TILE]
+        position = key_positions(key, block, depths, C)
+        if C.modified:
+            score = modified(score * scale[:, None], block, position, C)
+        score = masked(score, block, key, position, known, ancestors, C)
+
+        new_peak = jnp.maximum(peak, jnp.max(score, 1))
+        base = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
+        decay = lax.exp2((peak - base) * unit)
+        weight = lax.exp2((score - base[:, None]) * unit[:, None] + C.weight_shift)  # [BM, TILE]
+        total = total * decay + jnp.sum(weight, 1)
+
+        # A weight of 0 does not silence a NaN, so the rows of dead keys are zeroed as well.
+        live = (key < block.stop) & known
+        if C.window > 0:
+            live = live & (key >= block.start)
+        v_at = row * (C.num_kv_heads * C.value_dim) + block.kv_head * C.value_dim
+        v = load_tile(v_cache, v_at, value_column, C.value_dim, live)
+        v = decode(v, C.v_format, C.compute)  # [TILE, DV]
+        acc = acc * decay[:, None] + product(weight.astype(C.compute), v, (1, 0))
+        return acc, new_peak, total, page
+
+    acc, peak, total, _ = lax.fori_loop(
+        first,
+        last,
+        step,
+        (
+            jnp.zeros((C.block_rows, C.padded_value_dim), jnp.float32),
+            jnp.full((C.block_rows,), -jnp.inf, jnp.float32),
+            jnp.zeros((C.block_rows,), jnp.float32),
+            page_ids(page_table, block.sequence, first, block.start, block.stop, C),
+        ),
+    )
+    return in_log2(Softmax(acc, peak, total), unit, C.weight_shift)
+
+
+def in_log2(state: Softmax, unit, shift: float) -> Softmax:
+    """Multiply the peaks by `unit` and subtract the shift, exactly: what rounding takes from a peak goes to the sums.
+
+    A peak of 1e5 is off by half a percent of a weight otherwise.
+    """
+    product = state.peak * unit
+    high, unit_high = _high_bits(state.peak), _high_bits(unit)
+    low, unit_low = state.peak - high, unit - unit_high
+    lost = ((high * unit_high - product) + high * unit_low + low * unit_high) + low * unit_low
+    peak = product - shift
+    lost = lost + ((product - peak) - shift)
+    factor = jnp.where(peak == -jnp.inf, 1.0, lax.exp2(lost))
+    return Softmax(state.acc * factor[:, None], peak, state.total * factor)
+
+
+def _high_bits(x):
+    """The leading 12 bits of the mantissa, whose products are exact."""
+    bits = lax.bitcast_convert_type(x, jnp.int32) & ~0xFFF
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def load_tile(cache, at, column, width: int, live=None):
+    """Load the rows of a tile that begin at `at` `[TILE]`, with 0 beyond `width` columns and in dead rows."""
+    mask = None
+    if len(column) > width:
+        mask = jnp.broadcast_to((column < width)[None, :], (len(at), len(column)))
+    if live is not None:
+        rows = jnp.broadcast_to(live[:, None], (len(at), len(column)))
+        mask = rows if mask is None else mask & rows
+    return load(cache, at[:, None] + column[None, :], mask)
