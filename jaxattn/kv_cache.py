@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Float32, Integer, Num
 
 from jaxattn.checks import STORED_DTYPES, per_kv_head
 from jaxattn.index64 import IndexArray, as_index, index64
+from jaxattn.kernels import bookkeeping
 from jaxattn.numerics import saturating_cast
 from jaxattn.paged_array import inside, page_and_offset, read_rows, write_rows
 
@@ -266,6 +267,11 @@ def write_kv(
     slots = _one_axis(slots, "slots")
     k_descale = _check_rows(k, k_cache, len(slots), k_descale, "k")
     v_descale = _check_rows(v, v_cache, len(slots), v_descale, "v")
+    if bookkeeping() == "triton":
+        from jaxattn.kernels.triton import cache_write
+
+        if cache_write.supports(k_cache, v_cache, k, v) is None:
+            return cache_write.write_kv(k_cache, v_cache, k, v, slots, k_descale, v_descale)
     return _store(k_cache, k, slots, k_descale), _store(v_cache, v, slots, v_descale)
 
 
@@ -285,7 +291,8 @@ def _check_rows(values, cache, tokens: int, descale, name: str) -> Float32[Array
 @jax.jit
 def _store(cache, values, slots, descale):
     if descale is not None:
-        values = values.astype(jnp.float32) / descale[:, None]
+        # Not a division, which XLA turns into this on some devices only.
+        values = values.astype(jnp.float32) * (1 / descale)[:, None]
     index = page_and_offset(slots, *cache.shape[:2])
     return write_rows(cache, index, saturating_cast(values, cache.dtype))
 

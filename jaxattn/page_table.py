@@ -19,6 +19,7 @@ slots or are not page-aligned, with the number of the sequence.
 """
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from jax.experimental import checkify
 from jaxtyping import Array, Bool, Int64, Integer, Shaped
 
 from jaxattn.index64 import IndexArray, as_index, as_integer, cdiv, index64
+from jaxattn.kernels import bookkeeping
 from jaxattn.slot_rows import RaggedRows, SlotRows, pooled_rows, ragged_rows, slot_rows
 from jaxattn.window_pool import WindowRows
 
@@ -120,19 +122,42 @@ def page_table_from_req_to_token(
 def _page_table(rows, lengths, page_size, max_pages, full_to_swa, out):
     max_pages = table_width(rows, page_size, max_pages)
     if full_to_swa is not None:
-        rows = WindowRows(rows, as_integer(full_to_swa, "full_to_swa"))
+        full_to_swa = as_integer(full_to_swa, "full_to_swa")
     if out is not None:
         check_destination(out, rows.num_seqs, max_pages, "out")
-    return _page_table_jit(rows, lengths, out, page_size=page_size, max_pages=max_pages)
+    return _page_table_jit(rows, lengths, full_to_swa, out, page_size=page_size, max_pages=max_pages)
 
 
 # keep_unused: the destination's content is never read, only its memory is taken.
 @functools.partial(
     jax.jit, static_argnames=("page_size", "max_pages"), donate_argnames=("out",), keep_unused=True
 )
-def _page_table_jit(rows, lengths, out, *, page_size, max_pages):
-    debug_check_rows(rows, lengths, page_size, max_pages)
-    return build_page_table(rows, lengths, page_size, max_pages)
+def _page_table_jit(rows, lengths, full_to_swa, out, *, page_size, max_pages):
+    seen = rows if full_to_swa is None else WindowRows(rows, full_to_swa)
+    debug_check_rows(seen, lengths, page_size, max_pages)
+    table, window_table = build_page_tables(rows, lengths, page_size, max_pages, full_to_swa)
+    return table if full_to_swa is None else window_table
+
+
+def build_page_tables(
+    rows: SlotRows,
+    lengths: Int64[Array, "S"],
+    page_size: int,
+    max_pages: int,
+    full_to_swa: Integer[Array, "full_slots"] | None = None,
+) -> tuple[Int64[Array, "S M"], Int64[Array, "S M"] | None]:
+    """Build the table of checked `rows` and the one of the window pool: in one kernel on a GPU, in XLA elsewhere.
+
+    Call it inside an `index64` scope.
+    """
+    package = bookkeeping()
+    if package is not None:
+        kernel = importlib.import_module(f"jaxattn.kernels.{package}.page_table")
+        return kernel.build_page_tables(rows, lengths, page_size, max_pages, full_to_swa)
+    table = build_page_table(rows, lengths, page_size, max_pages)
+    if full_to_swa is None:
+        return table, None
+    return table, build_page_table(WindowRows(rows, full_to_swa), lengths, page_size, max_pages)
 
 
 def build_page_table(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int64
 
 from jaxattn.index64 import cdiv, index64
+from jaxattn.kernels import bookkeeping
 from jaxattn.problem import AttentionProblem
 
 # A chunk that holds any sequence: keys are not cut at all.
@@ -234,10 +235,8 @@ def _shape(value) -> jax.ShapeDtypeStruct:
 
 
 def _scheduler():
-    """Return the one-kernel scheduler where Triton compiles, the XLA one elsewhere."""
-    from jaxattn.kernels.triton.compat import jax_triton_status
-
-    if jax.default_backend() == "gpu" and jax_triton_status() is None:
+    """Return the one-kernel scheduler where Triton keeps the books, the XLA one elsewhere."""
+    if bookkeeping() == "triton":
         from jaxattn.kernels.triton.plan import build_schedule as fused
 
         return fused

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Integer
 from jaxattn import query_rows
 from jaxattn.index64 import IndexArray, as_index, as_integer
 from jaxattn.page_table import (
-    build_page_table,
+    build_page_tables,
     check_destination,
     debug_check_rows,
     table_width,
@@ -117,9 +117,8 @@ def assemble(
     covered = jnp.minimum(rows.reach(seqused_k, lookahead), max_pages * page_size)
     covered = jnp.where(seqused_k > 0, jnp.maximum(seqused_k, covered), 0)
 
-    def table(rows):
-        debug_check_rows(rows, covered, page_size, max_pages)
-        return build_page_table(rows, covered, page_size, max_pages)
-
-    swa_page_table = None if full_to_swa is None else table(WindowRows(rows, full_to_swa))
-    return table(rows), swa_page_table, cu_seqlens_q, seqused_k
+    debug_check_rows(rows, covered, page_size, max_pages)
+    if full_to_swa is not None:
+        debug_check_rows(WindowRows(rows, full_to_swa), covered, page_size, max_pages)
+    tables = build_page_tables(rows, covered, page_size, max_pages, full_to_swa)
+    return *tables, cu_seqlens_q, seqused_k

@@ -15,14 +15,19 @@ from jaxattn.problem import AttentionProblem
 _NARROW_BYTES, _NARROW_ELEMENTS = 2**32, 2**31
 
 
+def refuse_device() -> str | None:
+    """Return why no kernel can run here, or None."""
+    architecture = tuning.device().architecture
+    if architecture == "interpreter":
+        return refuse_backend()
+    return refuse_backend() or refuse_architecture(architecture)
+
+
 def supports(problem: AttentionProblem) -> str | None:
     """Return why the problem cannot be computed here, or None."""
-    if reason := refuse_backend():
+    if reason := refuse_device():
         return reason
-    architecture = tuning.device().architecture
-    if architecture != "interpreter":
-        if reason := refuse_architecture(architecture):
-            return reason
+    if tuning.device().architecture != "interpreter":
         for name in ("q", "k_cache", "v_cache"):
             array = getattr(problem, name)
             if array.size > _NARROW_ELEMENTS and array.size * array.dtype.itemsize <= _NARROW_BYTES:

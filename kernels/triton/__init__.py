@@ -10,16 +10,19 @@ from jaxattn.kernels.triton.compat import jax_triton_status, refuse_architecture
 from jaxattn.problem import AttentionProblem
 
 
-def supports(problem: AttentionProblem) -> str | None:
-    """Return why the problem cannot be computed here, or None."""
-    architecture = tuning.device().architecture
+def refuse_device() -> str | None:
+    """Return why no kernel can run here, or None."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; install jaxattn[triton]"
-    if architecture != "interpreter":
-        reason = refuse_architecture(architecture) or jax_triton_status()
-        if reason is not None:
-            return reason
-    return refuse_capacity(problem)
+    architecture = tuning.device().architecture
+    if architecture == "interpreter":
+        return None
+    return refuse_architecture(architecture) or jax_triton_status()
+
+
+def supports(problem: AttentionProblem) -> str | None:
+    """Return why the problem cannot be computed here, or None."""
+    return refuse_device() or refuse_capacity(problem)
 
 
 def run(problem: AttentionProblem) -> tuple[Num[Array, "T H Dv"], Float32[Array, "T H"]]:

@@ -115,7 +115,6 @@ def _write_row(
             value = value.to(tl.float32)
             if DESCALE:
                 descale = tl.load(descale_ptr + lane // WIDTH, mask=lane < ROW, other=1.0)
-                # As XLA divides by a broadcast value.
                 value = value * tl.div_rn(1.0, descale)
             value = encode(value, FORMAT, DTYPE)
         tl.store(stored_pointer(cache_ptr, FORMAT) + slot * ROW + lane, value, mask=lane < ROW)
