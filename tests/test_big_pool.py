@@ -210,3 +210,20 @@ def test_p36_every_mode_beyond_two_to_the_31_elements_with_lengths_of_either_wid
         results.append(np.asarray(out))
     np.testing.assert_array_equal(*results)
     pool.assert_holds_the_record_and_nothing_else()
+
+
+@pytest.mark.parametrize("mode", ["decode", "target_verify"])
+def test_p36_interpreted_pallas_beyond_two_to_the_31_elements(pool, mode):
+    metadata = metadata_of(mode, np.int64)
+    tokens = int(metadata.cu_seqlens_q[-1])
+    slots = np.asarray(metadata.slots(tokens))
+    k, v = pool.new_rows(slots, seed=[*mode.encode(), 36])
+    pool.k, pool.v = _write(pool.k, pool.v, k, v, jnp.asarray(slots), pool.descale)
+
+    def attend(q, k_cache, v_cache, metadata):
+        scales = {"k_descale": pool.descale, "v_descale": pool.descale}
+        return unified_attention(q, k_cache, v_cache, metadata, implementation="pallas", **scales)
+
+    q = queries(tokens, 4, WIDTH)
+    out = jax.jit(attend)(q, pool.k, pool.v, metadata)
+    np.testing.assert_allclose(out, pool.attend_by_loops(q, metadata), atol=1e-5)

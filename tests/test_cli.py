@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 import tiny_models
 
 from jaxattn import cli, console, selftest
 from jaxattn.attention import unified_attention
+from jaxattn.errors import UnsupportedError
 from jaxattn.generate import Piece
 from jaxattn.models.load import load_model
 
@@ -263,6 +265,18 @@ def test_doctor_reports_versions_implementations_and_routing(capsys, monkeypatch
     ):
         assert expected in out, expected
     assert max(map(len, out.splitlines())) <= 100
+
+
+def test_a_self_test_that_an_implementation_refuses_is_skipped(monkeypatch):
+    cache = jnp.zeros((1, 16, 1, 16), jnp.int8)
+    monkeypatch.setattr(selftest, "_pool", lambda values: (cache, cache))
+
+    def refuse(*arguments):
+        raise UnsupportedError("k_cache: too many elements of one byte")
+
+    assert selftest.check_attention("pallas", refuse) == selftest.Result(
+        "pallas", None, "k_cache: too many elements of one byte"
+    )
 
 
 def test_doctor_ends_with_code_2_when_a_self_test_fails(capsys, monkeypatch):
