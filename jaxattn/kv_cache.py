@@ -264,15 +264,16 @@ def write_kv(
             "k_cache, v_cache: expected [N, P, K, D] and [N, P, K, Dv], "
             f"got {list(k_cache.shape)} and {list(v_cache.shape)}"
         )
-    slots = _one_axis(slots, "slots")
-    k_descale = _check_rows(k, k_cache, len(slots), k_descale, "k")
-    v_descale = _check_rows(v, v_cache, len(slots), v_descale, "v")
+    places = _one_axis(slots, "slots")
+    k, v = jnp.asarray(k), jnp.asarray(v)
+    k_descale = _check_rows(k, k_cache, len(places), k_descale, "k")
+    v_descale = _check_rows(v, v_cache, len(places), v_descale, "v")
     if bookkeeping() == "triton":
         from jaxattn.kernels.triton import cache_write
 
         if cache_write.supports(k_cache, v_cache, k, v) is None:
-            return cache_write.write_kv(k_cache, v_cache, k, v, slots, k_descale, v_descale)
-    return _store(k_cache, k, slots, k_descale), _store(v_cache, v, slots, v_descale)
+            return cache_write.write_kv(k_cache, v_cache, k, v, places, k_descale, v_descale)
+    return _store(k_cache, k, places, k_descale), _store(v_cache, v, places, v_descale)
 
 
 def _check_rows(values, cache, tokens: int, descale, name: str) -> Float32[Array, "K"] | None:
