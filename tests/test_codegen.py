@@ -20,9 +20,10 @@ ALL = (*AMD, "sm90")
 
 
 @pytest.mark.parametrize("arch", ALL)
-def test_page_tables_and_cache_writes_are_safe(arch):
+def test_page_tables_cache_writes_and_mxfp4_products_are_safe(arch):
     launches = [launch for launch in other_requests(arch) if "every option" not in launch.name]
-    assert {launch.fn.__name__ for launch in launches} == {"page_table_kernel", "cache_write_kernel"}
+    names = {launch.fn.__name__ for launch in launches}
+    assert names == {"page_table_kernel", "cache_write_kernel", "mxfp4_matmul_kernel"}
     for launch in launches:
         assert audit_request(launch, arch, tuned=False).failures == (), launch.name
 

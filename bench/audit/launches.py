@@ -1,9 +1,10 @@
-"""Launches besides the tuned ones: attention with every option, page tables, cache writes.
+"""Launches besides the tuned ones: attention with every option, page tables, cache writes, MXFP4 products.
 
 Their tiles are tuned for plain attention, so the audit asks of them that they compile, fit and address safely.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxattn.index64 import index64
 from jaxattn.kernels import tuning
-from jaxattn.kernels.triton import attention, cache_write, page_table
+from jaxattn.kernels.triton import attention, cache_write, mxfp4, page_table
 from jaxattn.kernels.triton.launch import recording
 from jaxattn.kernels.triton.requests import CompileRequest, request_of
 from jaxattn.problem import AttentionProblem
@@ -30,7 +31,12 @@ def other_requests(arch: str) -> list[CompileRequest]:
     Args:
         arch: `gfx942`, `gfx950`, `sm90`, ...
     """
-    return [*_attention_requests(arch), *_page_table_requests(arch), *_cache_write_requests(arch)]
+    return [
+        *_attention_requests(arch),
+        *_page_table_requests(arch),
+        *_cache_write_requests(arch),
+        *_mxfp4_requests(arch),
+    ]
 
 
 def trace(arch: str, name: str, function: Callable, *arguments: Any) -> Iterator[CompileRequest]:
@@ -107,3 +113,12 @@ def _cache_write_requests(arch: str) -> Iterator[CompileRequest]:
         cache = array(PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype=dtype)
         arguments = (cache, cache, fresh, fresh, array(SEQUENCES), scale, scale)
         yield from trace(arch, f"{jnp.dtype(dtype).name} pool", cache_write.write_kv, *arguments)
+
+
+def _mxfp4_requests(arch: str) -> Iterator[CompileRequest]:
+    rows = columns = 8192
+    packed, scale = (array(rows, columns // codes, dtype=jnp.uint8) for codes in (2, 32))
+    for tokens in (1, 32):
+        x = array(tokens, columns, dtype=jnp.bfloat16)
+        product = functools.partial(mxfp4.run, rows=rows)
+        yield from trace(arch, f"{tokens} x {columns} by {rows} rows", product, x, packed, scale)
