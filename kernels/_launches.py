@@ -32,6 +32,8 @@ class Backend:
     # launch(kernel, inputs, outputs, *, grid, num_warps, num_stages, aliases, **constants) -> outputs
     launch: Callable[..., list[jax.Array]]
     build_schedule: Callable[..., Schedule]
+    # 8-bit formats that the language cannot convert, whatever the architecture does.
+    unconverted: tuple[str, ...] = ()
     # Turns the names of dtypes among the constants into what the kernels take.
     specialise: Callable[[AttentionConstants], AttentionConstants]
 
@@ -64,7 +66,7 @@ def run(problem: AttentionProblem, backend: Backend) -> tuple[Num[Array, "T H Dv
 
 def _attend(problem: AttentionProblem, backend: Backend, step: Launch, schedule: Schedule, earlier):
     """Launch one schedule; the rows of `earlier` results that it does not own keep their values."""
-    constants = backend.specialise(_constants(problem, step, fill=earlier is None))
+    constants = backend.specialise(_constants(problem, backend, step, fill=earlier is None))
     tokens, heads, _ = problem.q.shape
     value_dim = problem.v_cache.shape[3]
     out = jax.ShapeDtypeStruct((tokens, heads, value_dim), problem.out_dtype)
@@ -141,7 +143,9 @@ def _attend(problem: AttentionProblem, backend: Backend, step: Launch, schedule:
     )
 
 
-def _constants(problem: AttentionProblem, step: Launch, *, fill: bool) -> AttentionConstants:
+def _constants(
+    problem: AttentionProblem, backend: Backend, step: Launch, *, fill: bool
+) -> AttentionConstants:
     """Gather what the kernels of one launch are specialised on."""
     spec, choice = step.spec, step.choice
     tokens, heads, head_dim = problem.q.shape
@@ -152,7 +156,8 @@ def _constants(problem: AttentionProblem, step: Launch, *, fill: bool) -> Attent
 
     def stored(dtype) -> int:
         name = np.dtype(dtype).name
-        return CODES[name] if name.startswith("float8") and name not in table.native_formats else 0
+        native = name in table.native_formats and name not in backend.unconverted
+        return CODES[name] if name.startswith("float8") and not native else 0
 
     def unpack(dtype) -> tuple[str, str]:
         return table.unpack.get(np.dtype(dtype).name, ("", ""))

@@ -20,5 +20,6 @@ _BACKEND = _launches.Backend(
     reduce_kernel=reduce_kernel,
     launch=launch,
     build_schedule=build_schedule,
+    unconverted=("float8_e4m3fnuz", "float8_e5m2fnuz"),
     specialise=lambda constants: constants,
 )

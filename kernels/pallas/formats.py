@@ -6,6 +6,9 @@ They give the same bits on every device, and those of `jaxattn.kernels.triton.fo
 import jax.numpy as jnp
 from jax import lax
 
+from jaxattn.kernels._constants import CODES
+
+_NAMES = {code: name for name, code in CODES.items()}
 # 1.5 * 2**23: adding it to a float32 below 2**22 rounds that to the nearest even integer in the low bits.
 _ROUNDING = 12582912.0
 _ROUNDING_BITS = 0x4B400000
@@ -15,14 +18,15 @@ def decode(stored, code: int, dtype):
     """Convert loaded values to `dtype`; every 8-bit format converts exactly to float16.
 
     Args:
-        stored: values in their stored format.
+        stored: values in their stored format, or their bits in uint8.
         code: 0 where the compiler converts that itself, see `CODES`.
         dtype: a floating point type.
     """
     if code == 0:
         return stored.astype(dtype)
-    info = jnp.finfo(stored.dtype)
-    bits = lax.bitcast_convert_type(stored, jnp.uint8).astype(jnp.uint16)
+    format = jnp.dtype(_NAMES[code])
+    info = jnp.finfo(format)
+    bits = _bitcast(stored, jnp.uint8).astype(jnp.uint16)
     sign = (bits & 0x80) << 8
     moved = sign | ((bits & 0x7F) << (10 - info.nmant))
     # The biases differ, so a power of two brings the value of these bits in float16 to the one that is meant.
@@ -32,7 +36,7 @@ def decode(stored, code: int, dtype):
         # The largest exponent means infinity in float16, so that of a normal number is lowered instead.
         normal = _bitcast(moved - jnp.uint16(0x400), jnp.float16)
         half = jnp.where((moved & 0x7C00) == 0, half, normal)
-    if _has_negative_zero(stored.dtype):
+    if _has_negative_zero(format):
         if info.nmant == 3:
             half = jnp.where((bits & 0x7F) == 0x7F, jnp.float16(jnp.nan), half)
     else:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jaxattn.kernels import tuning
@@ -28,7 +29,7 @@ class KernelCall:
     interpreted: bool
 
     def __call__(self, *operands: jax.Array) -> list[jax.Array]:
-        """Run the kernel on the operands and outputs as arrays of one axis, which copies nothing."""
+        """Run the kernel on the operands and outputs as arrays of one axis."""
         from jax.experimental.pallas import triton as plt
 
         def body(*refs):
@@ -37,16 +38,25 @@ class KernelCall:
             self.kernel(*inputs, *present, **dict(self.constants))
 
         body.__name__ = body.__qualname__ = self.kernel.__name__
+        aliases = dict(self.aliases)
+        arrays = [
+            operand if number in aliases else self._viewed(operand) for number, operand in enumerate(operands)
+        ]
         results = pl.pallas_call(
             body,
             out_shape=[result_shape((o.size,), o.dtype) for o in self.outputs],
             grid=(self.grid,),
-            input_output_aliases=dict(self.aliases),
+            input_output_aliases=aliases,
             compiler_params=plt.CompilerParams(num_warps=self.num_warps, num_stages=self.num_stages),
             interpret=self.interpreted,
             name=self.kernel.__name__,
-        )(*(operand.reshape(-1) for operand in operands))
+        )(*(array.reshape(-1) for array in arrays))
         return [result.reshape(o.shape) for result, o in zip(results, self.outputs, strict=True)]
+
+    def _viewed(self, operand: jax.Array) -> jax.Array:
+        """Give the interpreter the bytes of 8-bit floats, which XLA on a CPU would widen, the whole array at once."""
+        small = operand.dtype.itemsize == 1 and jnp.issubdtype(operand.dtype, jnp.floating)
+        return jax.lax.bitcast_convert_type(operand, jnp.uint8) if self.interpreted and small else operand
 
 
 def launch(
