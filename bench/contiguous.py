@@ -91,9 +91,10 @@ def measure(source: str, context: int, repeats: int) -> dict[str, float]:
             start = time.perf_counter()
             logits[name], run[1] = jax.block_until_ready(run[0](model.weights, token, run[1], run[2]))
             seconds[name].append(time.perf_counter() - start)
-    error = float(jnp.abs(logits["paged"] - logits["contiguous"]).max())
-    if not error < 1e-3:
-        raise SystemExit(f"the two steps disagree: logits differ by {error:.1e}")
+    error = float(jnp.abs(logits["paged"] - logits["contiguous"]).max() / logits["paged"].std())
+    # Over random keys rounding alone moves logits by 0.2% of their spread, and one wrong slot by about all of it.
+    if not error < 0.02:
+        raise SystemExit(f"the two steps disagree: logits differ by {error:.1e} of their spread")
     return {name: float(np.median(times[2:])) for name, times in seconds.items()}
 
 
