@@ -70,10 +70,10 @@ def quick_to_compile(implementation):
 def pytest_collection_modifyitems(config, items):
     """Without a GPU its tests are skipped; with one, `-m gpu` also means the matrix compiled for it.
 
-    Interpreted Pallas beyond what covers its features is `slow`, and runs with `-m slow` only.
+    What is `slow`, such as interpreted Pallas beyond what covers its features, runs where it is asked for: with
+    `-m slow`, or by its name.
     """
     on_gpu = jax.default_backend() == "gpu"
-    left_out = []
     for item in items:
         name = implementation_of(item)
         if on_gpu and name in ("triton", "pallas"):
@@ -82,11 +82,11 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         elif name == "pallas" and not covers(item):
             item.add_marker(pytest.mark.slow)
-            if not config.option.markexpr:
-                left_out.append(item)
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+    if config.option.markexpr or any("::" in argument for argument in config.args):
+        return
+    left_out = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
 def implementation_of(item) -> str | None:
