@@ -43,6 +43,52 @@ COVERING_TESTS = {
     "test_p35_numpy_indices_beyond_int32_keep_their_value",
     "test_p61_a_tile_that_reaches_past_the_end_of_the_pool",
 }
+# Compiled as users' programs are: these look at bits, memory, copies or whole models.
+FULLY_OPTIMISED = {
+    *("test_attention_memory", "test_attention_modes", "test_big_pool", "test_bookkeeping", "test_debug"),
+    *("test_kv_cache", "test_model_by_name", "test_speculative_decoder"),
+}
+# A cousin of each of these runs by default.
+SLOW = {
+    "test_a_ragged_batch_equals_each_prompt_alone[off]",
+    "test_batch_invariant_rows_have_the_same_bits_alone_in_a_batch_in_decode_and_in_verify[pallas-window]",
+    *(f"test_chunks_and_pages_change_no_token[changes{i}]" for i in (1, 3)),
+    "test_chosen_drafts_leave_the_sampled_text_as_it_is[tree]",
+    "test_drafts_are_accepted_where_a_prompt_repeats_itself[gemma3-270m-gemma3]",
+    "test_drafts_drawn_from_the_target_itself_are_all_accepted[branches]",
+    "test_goldens_of_prefill_and_of_greedy_text_behind_it[quark_f2f_mxfp4_qwen3_5_moe_mtp]",
+    *(
+        f"test_greedy_text_is_that_of_transformers_with_and_without_drafts[{name}-gemma3-270m-gemma3]"
+        for name in ("off", "ngram")
+    ),
+    "test_greedy_text_is_the_plain_text[lookup tree]",
+    "test_greedy_tokens_are_those_of_transformers[gemma3_tiny-off]",
+    "test_mixed_checkpoints_generate_with_the_method_named_and_from_the_config[quark_f2f_mxfp4_qwen3_5_moe_mtp]",
+    *(
+        f"test_mtp_drafts_leave_the_greedy_text_as_it_is[{name}]"
+        for name in ("1-prompts0", "4-prompts2", "16-prompts3")
+    ),
+    *(f"test_p36_interpreted_pallas_beyond_two_to_the_31_elements[{m}]" for m in ("decode", "target_verify")),
+    "test_p46_the_number_of_splits_does_not_change_the_result[triton-20548-128-counts1]",
+    "test_text_from_a_narrower_cache_starts_the_same[bfloat16-4]",
+    *(
+        f"test_two_tokens_have_the_joint_distribution_of_the_target[{name}]"
+        for name in ("one-drawn", "uneven-drawn", "chain-chosen", "one-chosen", "tree-drawn, q zero")
+    ),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_of_a_module(request):
+    """Compile quickly where compiled code is not the subject, and drop the programs of a module behind it.
+
+    A process can map only so much memory, and each program that JAX keeps takes some of it.
+    """
+    quick = jax.default_backend() == "cpu" and request.module.__name__ not in FULLY_OPTIMISED
+    jax.config.update("jax_disable_most_optimizations", quick)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -61,10 +107,11 @@ def kernels(request):
 @contextlib.contextmanager
 def quick_to_compile(implementation):
     """Spare most optimisations where a kernel is interpreted by Pallas: they take longer than the run."""
+    before = jax.config.jax_disable_most_optimizations
     interpreted = implementation == "pallas" and jax.default_backend() == "cpu"
-    jax.config.update("jax_disable_most_optimizations", interpreted)
+    jax.config.update("jax_disable_most_optimizations", before or interpreted)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -80,7 +127,7 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.gpu)
         elif not on_gpu and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-        elif name == "pallas" and not covers(item):
+        elif item.name in SLOW or (name == "pallas" and not covers(item)):
             item.add_marker(pytest.mark.slow)
     if config.option.markexpr or any("::" in argument for argument in config.args):
         return

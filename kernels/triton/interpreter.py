@@ -14,6 +14,9 @@ import ml_dtypes
 import numpy as np
 import triton
 import triton.language as tl
+
+# It keeps what it finds in `triton.language` when it is first imported, which must not be the interpreter's patches.
+import triton.compiler.code_generator  # isort: skip
 from triton.runtime import interpreter
 
 TRITON_NAMES = {
