@@ -84,8 +84,7 @@ def _programs_of_a_module(request):
 
     A process can map only so much memory, and each program that JAX keeps takes some of it.
     """
-    quick = jax.default_backend() == "cpu" and request.module.__name__ not in FULLY_OPTIMISED
-    jax.config.update("jax_disable_most_optimizations", quick)
+    jax.config.update("jax_disable_most_optimizations", compiled_quickly(request))
     yield
     jax.config.update("jax_disable_most_optimizations", False)
     jax.clear_caches()
@@ -93,25 +92,28 @@ def _programs_of_a_module(request):
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def implementation(request):
-    with quick_to_compile(request.param):
+    with quick_to_interpret(request):
         yield request.param
 
 
 @pytest.fixture(params=[name for name in IMPLEMENTATIONS if name != "xla"])
 def kernels(request):
     """Name of a package of kernels, for tests of what lies beneath `implementation`."""
-    with quick_to_compile(request.param):
+    with quick_to_interpret(request):
         yield request.param
 
 
+def compiled_quickly(request):
+    return jax.default_backend() == "cpu" and request.module.__name__ not in FULLY_OPTIMISED
+
+
 @contextlib.contextmanager
-def quick_to_compile(implementation):
+def quick_to_interpret(request):
     """Spare most optimisations where a kernel is interpreted by Pallas: they take longer than the run."""
-    before = jax.config.jax_disable_most_optimizations
-    interpreted = implementation == "pallas" and jax.default_backend() == "cpu"
-    jax.config.update("jax_disable_most_optimizations", before or interpreted)
+    interpreted = request.param == "pallas" and jax.default_backend() == "cpu"
+    jax.config.update("jax_disable_most_optimizations", interpreted or compiled_quickly(request))
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", compiled_quickly(request))
 
 
 def pytest_collection_modifyitems(config, items):
