@@ -43,10 +43,16 @@ COVERING_TESTS = {
     "test_p35_numpy_indices_beyond_int32_keep_their_value",
     "test_p61_a_tile_that_reaches_past_the_end_of_the_pool",
 }
-# Compiled as users' programs are: these look at bits, memory, copies or whole models.
+# Compiled as users' programs are: these look at bits, memory and copies, or compute much.
 FULLY_OPTIMISED = {
-    *("test_attention_memory", "test_attention_modes", "test_big_pool", "test_bookkeeping", "test_debug"),
-    *("test_kv_cache", "test_model_by_name", "test_speculative_decoder"),
+    *(
+        "test_attention_memory",
+        "test_attention_modes",
+        "test_bench_cases",
+        "test_big_pool",
+        "test_bookkeeping",
+    ),
+    *("test_cli", "test_debug", "test_kv_cache", "test_model_by_name", "test_speculative_decoder"),
 }
 # A cousin of each of these runs by default.
 SLOW = {
