@@ -58,11 +58,12 @@ FULLY_OPTIMISED = {
 SLOW = {
     "test_a_ragged_batch_equals_each_prompt_alone[off]",
     "test_batch_invariant_rows_have_the_same_bits_alone_in_a_batch_in_decode_and_in_verify[pallas-window]",
-    *(f"test_chunks_and_pages_change_no_token[changes{i}]" for i in (1, 3)),
+    *(f"test_chunks_and_pages_change_no_token[changes{i}]" for i in (0, 1, 3)),
     "test_chosen_drafts_leave_the_sampled_text_as_it_is[tree]",
-    "test_drafts_drawn_from_the_target_itself_are_all_accepted[branches]",
+    *(f"test_drafts_drawn_from_the_target_itself_are_all_accepted[{name}]" for name in ("chain", "branches")),
     "test_batch_invariant_rows_have_the_same_bits_in_decode_verify_and_draft_extend[xla-options0-float32]",
     "test_goldens_of_prefill_and_of_greedy_text_behind_it[quark_f2f_mxfp4_qwen3_5_moe_mtp]",
+    "test_goldens_of_prefill_and_of_greedy_text_behind_it[qwen3_5_moe_mtp_tiny]",
     "test_goldens_of_prefill_and_of_greedy_text_behind_it[qwen3_next_mtp_tiny]",
     "test_goldens_of_the_mtp_module_and_its_chained_drafts[qwen3_next_mtp_tiny]",
     "test_greedy_text_is_that_of_transformers_and_drafts_change_only_the_passes[gemma3-270m-gemma3]",
@@ -80,6 +81,7 @@ SLOW = {
         for option in ("softcap", "alibi", "sinks")
     ),
     "test_p46_the_number_of_splits_does_not_change_the_result[triton-20548-128-counts1]",
+    "test_the_head_leaves_the_text_of_real_architectures_as_it_is[gemma3_tiny]",
     "test_the_recurrent_state_follows_0_some_and_all_drafts[4-1]",
     "test_text_from_a_narrower_cache_starts_the_same[bfloat16-4]",
     *(
