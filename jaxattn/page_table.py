@@ -154,6 +154,17 @@ def build_page_tables(
     if package is not None:
         kernel = importlib.import_module(f"jaxattn.kernels.{package}.page_table")
         return kernel.build_page_tables(rows, lengths, page_size, max_pages, full_to_swa)
+    return xla_page_tables(rows, lengths, page_size, max_pages, full_to_swa)
+
+
+def xla_page_tables(
+    rows: SlotRows,
+    lengths: Int64[Array, "S"],
+    page_size: int,
+    max_pages: int,
+    full_to_swa: Integer[Array, "full_slots"] | None,
+) -> tuple[Int64[Array, "S M"], Int64[Array, "S M"] | None]:
+    """Build what `build_page_tables` builds in XLA, on any device."""
     table = build_page_table(rows, lengths, page_size, max_pages)
     if full_to_swa is None:
         return table, None

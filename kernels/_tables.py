@@ -10,9 +10,8 @@ from jaxtyping import Array, Int64, Integer
 
 from jaxattn.index64 import cdiv
 from jaxattn.kernels._constants import padded
-from jaxattn.page_table import build_page_table
+from jaxattn.page_table import xla_page_tables
 from jaxattn.slot_rows import RaggedRows, SlotRows
-from jaxattn.window_pool import WindowRows
 
 _COLUMNS = 1024
 
@@ -38,7 +37,7 @@ def build_page_tables(
     lengths: Int64[Array, "S"],
     page_size: int,
     max_pages: int,
-    full_to_swa: Integer[Array, "full_slots"] | None,
+    full_to_swa: Integer[Array, "full_slots"] | None = None,
     *,
     kernel: Any,
     launch: Callable[..., list[jax.Array]],
@@ -64,10 +63,7 @@ def build_page_tables(
     shape = jax.ShapeDtypeStruct((num_sequences, max_pages), jnp.int64)
     full_slots = 0 if full_to_swa is None else full_to_swa.shape[0]
     if 0 in shape.shape or slots.size == 0 or (full_to_swa is not None and full_slots == 0):
-        table = build_page_table(rows, lengths, page_size, max_pages)
-        if full_to_swa is None:
-            return table, None
-        return table, build_page_table(WindowRows(rows, full_to_swa), lengths, page_size, max_pages)
+        return xla_page_tables(rows, lengths, page_size, max_pages, full_to_swa)
     constants = TableConstants(
         num_sequences=num_sequences,
         max_pages=max_pages,

@@ -1,8 +1,9 @@
 """Page tables in one launch, equal to `jaxattn.page_table.build_page_table` bit for bit."""
 
+import functools
+
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Int64, Integer
 
 from jaxattn.index64 import cdiv
 from jaxattn.kernels import _tables
@@ -11,23 +12,6 @@ from jaxattn.kernels.pallas.arithmetic import quotient, remainder
 from jaxattn.kernels.pallas.launch import launch
 from jaxattn.kernels.pallas.memory import load, store
 from jaxattn.page_table import table_entries
-from jaxattn.slot_rows import SlotRows
-
-
-def build_page_tables(
-    rows: SlotRows,
-    lengths: Int64[Array, "S"],
-    page_size: int,
-    max_pages: int,
-    full_to_swa: Integer[Array, "full_slots"] | None = None,
-) -> tuple[Int64[Array, "S M"], Int64[Array, "S M"] | None]:
-    """Build the table of checked `rows` for their first `lengths` positions, and the one of the window pool.
-
-    As `jaxattn.kernels._tables.build_page_tables`; call it inside an `index64` scope.
-    """
-    return _tables.build_page_tables(
-        rows, lengths, page_size, max_pages, full_to_swa, kernel=page_table_kernel, launch=launch
-    )
 
 
 def page_table_kernel(lengths, slots, starts, full_to_swa, table, window_table, *, C: TableConstants):
@@ -69,3 +53,7 @@ def page_table_kernel(lengths, slots, starts, full_to_swa, table, window_table, 
     write(table, first_slot, last_slot)
     if C.full_slots > 0:
         write(window_table, window_slots(first_slot), window_slots(last_slot))
+
+
+# As `_tables.build_page_tables`, without the last two arguments.
+build_page_tables = functools.partial(_tables.build_page_tables, kernel=page_table_kernel, launch=launch)

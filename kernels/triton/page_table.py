@@ -1,28 +1,12 @@
 """Page tables in one launch, equal to `jaxattn.page_table.build_page_table` bit for bit."""
 
+import functools
+
 import triton
 import triton.language as tl
-from jaxtyping import Array, Int64, Integer
 
 from jaxattn.kernels import _tables
 from jaxattn.kernels.triton.launch import launch
-from jaxattn.slot_rows import SlotRows
-
-
-def build_page_tables(
-    rows: SlotRows,
-    lengths: Int64[Array, "S"],
-    page_size: int,
-    max_pages: int,
-    full_to_swa: Integer[Array, "full_slots"] | None = None,
-) -> tuple[Int64[Array, "S M"], Int64[Array, "S M"] | None]:
-    """Build the table of checked `rows` for their first `lengths` positions, and the one of the window pool.
-
-    As `jaxattn.kernels._tables.build_page_tables`; call it inside an `index64` scope.
-    """
-    return _tables.build_page_tables(
-        rows, lengths, page_size, max_pages, full_to_swa, kernel=page_table_kernel, launch=launch
-    )
 
 
 @triton.jit
@@ -91,3 +75,7 @@ def page_table_kernel(
             _entries(first_slot, last_slot, first, last, length, C),
             mask=column < C.max_pages,
         )
+
+
+# As `_tables.build_page_tables`, without the last two arguments.
+build_page_tables = functools.partial(_tables.build_page_tables, kernel=page_table_kernel, launch=launch)
