@@ -21,7 +21,7 @@ from jaxattn.kernels.pallas import attention, page_table
 from jaxattn.kernels.pallas.attention_kernel import attention_kernel
 from jaxattn.kernels.pallas.page_table import page_table_kernel
 from jaxattn.kernels.pallas.reduce_kernel import reduce_kernel
-from jaxattn.kernels.triton.requests import CORES, KV_DTYPES
+from jaxattn.kernels.triton.requests import KV_DTYPES, device_of
 from jaxattn.problem import AttentionProblem
 from jaxattn.slot_rows import PooledRows, RaggedRows
 
@@ -48,7 +48,7 @@ class PallasLaunches:
         """Compile and audit each kernel of the call."""
         kernels = (attention_kernel, reduce_kernel, page_table_kernel)
         operands = {kernel.__name__: functools.partial(self.names, kernel) for kernel in kernels}
-        with tuning.using(tuning.Device(architecture=self.arch, cores=CORES.get(self.arch, 100))):
+        with tuning.using(device_of(self.arch)):
             # A function of its own, because JAX remembers what it has traced.
             reports = audit_pallas(
                 lambda *traced: self.function(*traced),
@@ -75,8 +75,7 @@ def pallas_launches(arch: str) -> Iterator[PallasLaunches]:
     Args:
         arch: `sm90`, `gfx942`, ...
     """
-    device = tuning.Device(architecture=arch, cores=CORES.get(arch, 100))
-    with tuning.using(device):
+    with tuning.using(device_of(arch)):
         table = tuning.tuning()
     for kind in tuning.KINDS:
         for choice in getattr(table, kind):

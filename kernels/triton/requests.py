@@ -38,7 +38,12 @@ class CompileRequest:
 
 # Dtypes of K and V by their width; the 8-bit formats that a device has differ.
 KV_DTYPES = {2: ("bfloat16",), 4: ("float32",), 1: ("float8_e4m3fn", "float8_e4m3fnuz", "int8")}
-CORES = {"sm90": 132, "gfx90a": 104, "gfx942": 304, "gfx950": 256}
+_CORES = {"sm90": 132, "gfx90a": 104, "gfx942": 304, "gfx950": 256}
+
+
+def device_of(arch: str) -> tuning.Device:
+    """Describe a device of an architecture that this machine need not have."""
+    return tuning.Device(architecture=arch, cores=_CORES.get(arch, 100))
 
 
 def compile_requests(arch: str) -> list[CompileRequest]:
@@ -47,8 +52,7 @@ def compile_requests(arch: str) -> list[CompileRequest]:
     Args:
         arch: `sm90`, `gfx942`, ...
     """
-    device = tuning.Device(architecture=arch, cores=CORES.get(arch, 100))
-    with tuning.using(device):
+    with tuning.using(device_of(arch)):
         return [*_attention_requests()]
 
 
@@ -86,9 +90,8 @@ def _requests_for(kind: str, choice: tuning.TileChoice, kv_dtype: str) -> Iterat
 
 def attention_request(arch: str, kind: str, choice: tuning.TileChoice, kv_dtype: str) -> CompileRequest:
     """Describe the attention kernel as `choice` would compile it, in place of the entries of its table."""
-    device = tuning.Device(architecture=arch, cores=CORES.get(arch, 100))
     table = dataclasses.replace(tuning.load(arch), **{kind: (choice,)})
-    with tuning.using(device, table):
+    with tuning.using(device_of(arch), table):
         return next(
             request
             for request in _requests_for(kind, choice, kv_dtype)
