@@ -4,10 +4,8 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
-
 from bench import shapes, step
-from bench.timing import Timing
+from bench.timing import Timing, interval
 
 FORMAT = "jaxattn.bench/1"
 
@@ -64,12 +62,6 @@ def with_ratios(rows: list[dict], implementations, peers) -> list[dict]:
     return [
         r | {"ratios": ratios(r)} if r["who"] in implementations and "median_us" in r else r for r in rows
     ]
-
-
-def interval(samples) -> tuple[float, float, float]:
-    """10th percentile, median and 90th percentile."""
-    low, median, high = np.percentile(np.asarray(samples, float), [10, 50, 90])
-    return float(low), float(median), float(high)
 
 
 def merged(results: list[dict]) -> dict:

@@ -15,8 +15,9 @@ import numpy as np
 
 import jaxattn
 from bench import contest, environment, shapes
-from bench.results import interval, read_json, save
+from bench.results import read_json, save
 from bench.run import positive
+from bench.timing import interval
 
 FORMAT = "jaxattn.bench.scaling/1"
 AXES = ("context", "batch", "pages", "heads")

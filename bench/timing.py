@@ -12,6 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 
+def interval(samples) -> tuple[float, float, float]:
+    """10th percentile, median and 90th percentile."""
+    low, median, high = np.percentile(np.asarray(samples, float), [10, 50, 90])
+    return float(low), float(median), float(high)
+
+
 @dataclasses.dataclass(frozen=True)
 class Timing:
     """Microseconds a call, over repeated runs."""
@@ -22,17 +28,17 @@ class Timing:
     @property
     def median(self) -> float:
         """The median sample."""
-        return float(np.median(self.samples))
+        return interval(self.samples)[1]
 
     @property
     def low(self) -> float:
         """The 10th percentile: the lower end of the spread."""
-        return float(np.percentile(self.samples, 10))
+        return interval(self.samples)[0]
 
     @property
     def high(self) -> float:
         """The 90th percentile: the upper end of the spread."""
-        return float(np.percentile(self.samples, 90))
+        return interval(self.samples)[2]
 
     def __add__(self, other: "Timing") -> "Timing":
         """The samples of both, with the kernels of the first."""
