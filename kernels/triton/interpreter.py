@@ -109,8 +109,6 @@ def _interpreting() -> Iterator[None]:
     touched = [tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base, tl.core.range]
     before = [(owner, dict(vars(owner))) for owner in touched]
     call, builder_state = triton.JITFunction.__call__, dict(vars(builder))
-    total = interpreter.ReduceOps.sum
-    interpreter.ReduceOps.sum = _sum
     triton.JITFunction.__call__ = _call_interpreted
     builder.cast_impl = _convert
     builder.create_fp_to_fp = lambda source, dtype, rounding: _convert(source, dtype)
@@ -123,7 +121,6 @@ def _interpreting() -> Iterator[None]:
         yield
     finally:
         triton.JITFunction.__call__ = call
-        interpreter.ReduceOps.sum = total
         vars(builder).clear()
         vars(builder).update(builder_state)
         for owner, attributes in before:
@@ -174,15 +171,7 @@ def _splat(block_type, scalar):
     )
 
 
-# BLAS and numpy sum a row in an order that depends on the layout of the whole matrix; rounded from float64, all
-# orders agree.
-def _sum(reduction, values):
-    data = values.handle.data
-    wide = np.float64 if data.dtype == np.float32 else data.dtype
-    total = np.sum(data, axis=reduction.axis, keepdims=reduction.keep_dims, dtype=wide)
-    return reduction.to_tensor(total.astype(data.dtype), values.dtype)
-
-
 def _dot(a, b, acc, input_precision, max_num_imprecise_acc):
+    # BLAS sums a row in an order that depends on its place in the matrix; rounded from float64, all orders agree.
     product = np.matmul(_values(a).astype(np.float64), _values(b).astype(np.float64)).astype(acc.data.dtype)
     return interpreter.TensorHandle(product + acc.data, acc.dtype.scalar)
