@@ -4,10 +4,10 @@ A program owns some rows of the weight and walks a span of their words of eight 
 8 w + j of the input, which is handed over as eight tables of every eighth column, so that nothing is interleaved.
 """
 
+import dataclasses
 import functools
 import importlib.resources
 import json
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 LEAST_ROWS = 16
 
 
-class Constants(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Constants:
     """What one launch is compiled for."""
 
     tokens: int
@@ -120,7 +121,7 @@ def mxfp4_matmul_kernel(x_ptr, packed_ptr, scale_ptr, out_ptr, C: tl.constexpr):
     word_ptr = packed_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row[:, None] * C.words
     byte_ptr = scale_ptr + row[:, None] * C.groups
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    acc = tl.zeros([C.block_rows, C.block_tokens], tl.float32)
+    acc = tl.full([C.block_rows, C.block_tokens], 0.0, tl.float32)
     for start in range(0, C.span, C.block_words):
         place = split * C.span + start + tl.arange(0, C.block_words)  # [W]
         live = live_row[:, None] & (place < C.words)[None, :]
