@@ -2,8 +2,11 @@
 
 The work of an attention launch is one line of tiles. Query rows (query token, head of the group) are cut into
 blocks of `block_rows` rows of one sequence; for each block, for each KV head, the line holds the tiles of keys
-that the block sees. Program `g` of `programs` takes the g-th of equal parts of the line, whatever the lengths
-are, and finds its place in it through the arrays of a `Schedule`. All shapes are static.
+that the block sees, which are called a unit. Program `g` of `active` takes the g-th of equal parts of the line,
+whatever the lengths are, and finds its place in it through the arrays of a `Schedule`. All shapes are static.
+
+As many programs are active as run at once, but where all units are equally long, a few less can end their runs
+where units end: fewer partial results are written and merged then, or none.
 
 With fixed cut points (`batch_invariant=True`) the line holds chunks of keys in place of tiles: the keys of a
 block are cut at multiples of `chunk` and nowhere else.
@@ -43,6 +46,8 @@ class ScheduleSpec:
     block_rows: int
     tile: int
     programs: int
+    # So many programs keep the device as busy as all of them do.
+    enough_programs: int
     # Keys between fixed cut points, `UNCUT`, or 0 where the load balance cuts.
     chunk: int
 
@@ -76,6 +81,8 @@ class Schedule:
     tile_start: Int64[Array, "B+1"]
     # The block in which each program begins.
     first_block: Int64[Array, "G"]
+    # Programs that take part.
+    active: Int64[Array, "1"]
     spec: ScheduleSpec = dataclasses.field(metadata={"static": True})
 
 
@@ -110,16 +117,30 @@ def build_schedule(
     tile_end = jnp.cumsum(places * spec.num_kv_heads)
     work = tile_end[-1]
     program = jnp.arange(spec.programs, dtype=jnp.int64)
-    active = jnp.clip(work, 1, spec.programs)
-    place = jnp.minimum(program, active - 1) * work // active
+    shortest = jnp.min(jnp.where(live, places, work))
+    active = _active(spec, jnp.sum(live) * spec.num_kv_heads, shortest, jnp.max(places), work)
+    place = jnp.minimum(program, active - 1) * work // jnp.maximum(active, 1)
     first_block = jnp.searchsorted(tile_end, place, side="right").astype(jnp.int64)
     return Schedule(
         block_sequence=sequence,
         block_index=index,
         tile_start=jnp.concatenate([jnp.zeros(1, jnp.int64), tile_end]),
         first_block=jnp.minimum(first_block, spec.num_blocks - 1),
+        active=active[None],
         spec=spec,
     )
+
+
+def _active(spec: ScheduleSpec, units, shortest, longest, work):
+    """Choose how many programs take part: all, or so many that the runs of equally long units end with units."""
+    active = jnp.minimum(work, spec.programs)
+    if spec.chunk:
+        return active
+    units = jnp.maximum(units, 1)
+    units_in_run = cdiv(units, spec.programs)
+    in_whole_units = jnp.where(units % units_in_run == 0, units // units_in_run, 0)
+    even = jnp.where(units <= spec.programs, spec.programs // units * units, in_whole_units)
+    return jnp.where((shortest == longest) & (even >= spec.enough_programs), jnp.minimum(even, work), active)
 
 
 def _places(spec: ScheduleSpec, q_len, seqused_k, index):

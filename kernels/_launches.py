@@ -84,6 +84,7 @@ def _attend(problem: AttentionProblem, backend: Backend, step: Launch, schedule:
         schedule.block_index,
         schedule.tile_start,
         schedule.first_block,
+        schedule.active,
         problem.ancestors,
         problem.depths,
         problem.sinks,

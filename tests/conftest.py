@@ -138,7 +138,7 @@ def pytest_collection_modifyitems(config, items):
     on_gpu = jax.default_backend() == "gpu"
     for item in items:
         name = implementation_of(item)
-        if on_gpu and name in ("triton", "pallas"):
+        if on_gpu and (name in ("triton", "pallas") or item.module.__name__ == "test_triton_scatter"):
             item.add_marker(pytest.mark.gpu)
         elif not on_gpu and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
@@ -152,7 +152,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def implementation_of(item) -> str | None:
-    return item.callspec.params.get("implementation") if getattr(item, "callspec", None) else None
+    params = item.callspec.params if getattr(item, "callspec", None) else {}
+    return params.get("implementation", params.get("kernels"))
 
 
 def covers(item) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ from test_big_pool import Pool, queries, slots_of
 
 from jaxattn.attention import unified_attention
 from jaxattn.index64 import index64
-from jaxattn.kernels.triton import cache_write, page_table
+from jaxattn.kernels import bookkeeping
+from jaxattn.kernels.triton import cache_write
+from jaxattn.kv_cache import write_kv
 from jaxattn.metadata import (
     decode_metadata,
     draft_decode_metadata,
@@ -78,9 +81,9 @@ def metadata_of(mode, table, context):
             return draft_extend_metadata(seqused_k=context + 4, num_draft_tokens=4, **table)
 
 
-@pytest.mark.parametrize("writer", ["xla", "triton"])
+@pytest.mark.parametrize(("implementation", "writer"), [("triton", "triton"), ("pallas", "xla")])
 @pytest.mark.parametrize("mode", MODES)
-def test_p30_to_p36_every_mode_in_a_pool_of_nine_gib_a_side(pool, mode, writer):
+def test_p30_to_p36_every_mode_in_a_pool_of_nine_gib_a_side(pool, mode, implementation, writer):
     pages = fingerprint_pages(pool)
     assert pool.k.nbytes > 2**33 or pool.k.size > 2**32
     slots = slots_of(pages, PAGE_SIZE)
@@ -102,8 +105,8 @@ def test_p30_to_p36_every_mode_in_a_pool_of_nine_gib_a_side(pool, mode, writer):
         pool.write(own, seed=[9, *mode.encode(), *writer.encode()])
     q = queries(tokens, HEADS, WIDTH).astype(jnp.bfloat16)
     out = unified_attention(
-        q, pool.k, pool.v, metadata, k_descale=pool.descale, v_descale=pool.descale, implementation="triton",
-        out_dtype=jnp.float32,
+        q, pool.k, pool.v, metadata, k_descale=pool.descale, v_descale=pool.descale,
+        implementation=implementation, out_dtype=jnp.float32,
     )  # fmt: skip
     expected = pool.attend_by_loops(q.astype(jnp.float32), metadata)
     np.testing.assert_allclose(out, expected, atol=2e-2)
@@ -111,7 +114,9 @@ def test_p30_to_p36_every_mode_in_a_pool_of_nine_gib_a_side(pool, mode, writer):
     assert int(jax.jit(lambda k: jnp.sum((k != 0).astype(jnp.int32)))(pool.k)) == filled
 
 
-def test_tables_built_by_either_compiler_are_equal_beyond_32_bits():
+@pytest.mark.parametrize("kernels", ["triton", "pallas"])
+def test_tables_built_by_either_compiler_are_equal_beyond_32_bits(kernels):
+    page_table = importlib.import_module(f"jaxattn.kernels.{kernels}.page_table")
     rng = np.random.default_rng(0)
     page_size, max_pages, sequences = 16, 8192, 128
     lengths = rng.integers(0, max_pages * page_size, sequences)
@@ -134,25 +139,49 @@ def test_tables_built_by_either_compiler_are_equal_beyond_32_bits():
     np.testing.assert_array_equal(actual, expected)
 
 
+def test_public_builders_and_writes_take_the_triton_kernels():
+    assert bookkeeping() == "triton"
+    slots = np.arange(64).reshape(2, 32)[:, ::-1].copy()
+    table = {"req_to_token": slots, "req_pool_indices": np.array([1, 0]), "page_size": 1}
+    cache = jnp.zeros((64, 1, 2, 16), jnp.bfloat16)
+    rows = jnp.ones((2, 2, 16), jnp.bfloat16)
+
+    def step(lengths, k_cache, v_cache):
+        metadata = decode_metadata(seqused_k=lengths, **table)
+        return metadata.page_table, write_kv(k_cache, v_cache, rows, rows, metadata.slots(2))
+
+    with jax.enable_x64(True):
+        lengths = jnp.array([31, 7])
+        program = jax.jit(step).lower(lengths, cache, cache).as_text()
+        page_table, (k_cache, _) = jax.jit(step)(lengths, cache, cache)
+    assert program.count("triton_kernel_call") >= 2
+    assert np.asarray(page_table)[0, :31].tolist() == slots[1, :31].tolist()
+    assert np.flatnonzero(np.asarray(k_cache, np.float32).sum((1, 2, 3))).tolist() == sorted(
+        [slots[1, 30], slots[0, 6]]
+    )
+
+
+@pytest.mark.parametrize("implementation", ["triton", "pallas"])
 @pytest.mark.parametrize("sequences", [65_536, 70_000])
-def test_p34_more_sequences_than_a_grid_axis_holds(sequences):
+def test_p34_more_sequences_than_a_grid_axis_holds(sequences, implementation):
     k, v = (jax.random.normal(jax.random.key(i), (sequences, 1, 1, 16)) for i in range(2))
     metadata = decode_metadata(
         seqused_k=np.ones(sequences, np.int64), page_size=1, max_pages=1, kv_indptr=np.arange(sequences + 1),
         kv_indices=np.arange(sequences)[::-1].copy(),
     )  # fmt: skip
-    out = unified_attention(jnp.ones((sequences, 1, 16)), k, v, metadata, implementation="triton")
+    out = unified_attention(jnp.ones((sequences, 1, 16)), k, v, metadata, implementation=implementation)
     np.testing.assert_array_equal(out[:, 0], v[::-1, 0, 0])
 
 
-def test_p32_query_rows_beyond_two_to_the_31_elements():
+@pytest.mark.parametrize("implementation", ["triton", "pallas"])
+def test_p32_query_rows_beyond_two_to_the_31_elements(implementation):
     tokens, heads, width = 131_073, 128, 128
     q = jax.random.normal(jax.random.key(0), (tokens, heads, width), jnp.bfloat16)
     k, v = (jax.random.normal(jax.random.key(i), (4, 16, 1, width), jnp.bfloat16) for i in (1, 2))
     lengths = np.full(tokens, 33)
     table = {"page_size": 16, "max_pages": 3, "kv_indptr": np.arange(tokens + 1) * 33}
     metadata = decode_metadata(seqused_k=lengths, kv_indices=np.tile(np.arange(16, 49), tokens), **table)
-    out = unified_attention(q, k, v, metadata, implementation="triton")
+    out = unified_attention(q, k, v, metadata, implementation=implementation)
     last = decode_metadata(
         seqused_k=lengths[:3], page_size=16, max_pages=3, kv_indptr=np.arange(4) * 33,
         kv_indices=np.tile(np.arange(16, 49), 3),
@@ -177,23 +206,25 @@ def ragged_batch(seed=0, sequences=24):
     return q, k, v, prefix, req_to_token
 
 
-def test_two_runs_give_the_same_bits():
+@pytest.mark.parametrize("implementation", ["triton", "pallas"])
+def test_two_runs_give_the_same_bits(implementation):
     q, k, v, prefix, req_to_token = ragged_batch()
     metadata = target_verify_metadata(
         prefix_lens=prefix, num_draft_tokens=4, req_to_token=req_to_token,
         req_pool_indices=np.arange(len(prefix)), page_size=PAGE_SIZE,
     )  # fmt: skip
-    first = np.asarray(unified_attention(q, k, v, metadata, implementation="triton"))
+    first = np.asarray(unified_attention(q, k, v, metadata, implementation=implementation))
     for _ in range(5):
-        again = np.asarray(unified_attention(q, k, v, metadata, implementation="triton"))
+        again = np.asarray(unified_attention(q, k, v, metadata, implementation=implementation))
         np.testing.assert_array_equal(first.view(np.uint16), again.view(np.uint16))
 
 
-def test_batch_invariant_rows_have_the_same_bits_alone_in_a_batch_in_decode_and_in_verify():
+@pytest.mark.parametrize("implementation", ["triton", "pallas"])
+def test_batch_invariant_rows_have_the_same_bits_alone_in_a_batch_in_decode_and_in_verify(implementation):
     q, k, v, prefix, req_to_token = ragged_batch()
 
     def attend(q, metadata):
-        out = unified_attention(q, k, v, metadata, implementation="triton", batch_invariant=True)
+        out = unified_attention(q, k, v, metadata, implementation=implementation, batch_invariant=True)
         return np.asarray(out).view(np.uint16)
 
     table = {"req_to_token": req_to_token, "page_size": PAGE_SIZE}
@@ -213,7 +244,8 @@ def test_batch_invariant_rows_have_the_same_bits_alone_in_a_batch_in_decode_and_
         np.testing.assert_array_equal(verify[4 * s : 4 * s + 4], attend(q[4 * s : 4 * s + 4], alone))
 
 
-def test_a_plan_made_once_changes_no_bit():
+@pytest.mark.parametrize("implementation", ["triton", "pallas"])
+def test_a_plan_made_once_changes_no_bit(implementation):
     q, k, v, prefix, req_to_token = ragged_batch()
     metadata = decode_metadata(
         seqused_k=prefix,
@@ -222,5 +254,5 @@ def test_a_plan_made_once_changes_no_bit():
         page_size=PAGE_SIZE,
     )
     planned = dataclasses.replace(metadata, plan=make_plan(metadata, q[::4], k))
-    a, b = (unified_attention(q[::4], k, v, m, implementation="triton") for m in (metadata, planned))
+    a, b = (unified_attention(q[::4], k, v, m, implementation=implementation) for m in (metadata, planned))
     np.testing.assert_array_equal(np.asarray(a).view(np.uint16), np.asarray(b).view(np.uint16))

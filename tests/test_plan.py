@@ -1,6 +1,7 @@
 """The split-KV plan against plain loops."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ SPEC = ScheduleSpec(
     block_rows=16,
     tile=32,
     programs=7,
+    enough_programs=5,
     chunk=0,
 )
 
@@ -56,6 +58,18 @@ def line_of_work(spec: ScheduleSpec, q_lens, lengths):
     return line
 
 
+def expected_active(spec: ScheduleSpec, line) -> int:
+    """Programs that take part: as many as end their runs with equally long units, if those are enough."""
+    units = [len(list(places)) for _, places in itertools.groupby(line, key=lambda place: place[:3])]
+    if units and not spec.chunk and len(set(units)) == 1:
+        count, runs = len(units), -(-len(units) // spec.programs)
+        ends = [n for n in range(1, spec.programs + 1) if n % count == 0 or n * runs == count]
+        even = max(ends, default=0)
+        if even >= spec.enough_programs:
+            return min(even, len(line))
+    return min(len(line), spec.programs)
+
+
 def check_schedule(spec: ScheduleSpec, schedule: plan.Schedule, q_lens, lengths) -> None:
     line = line_of_work(spec, q_lens, lengths)
     blocks = list(dict.fromkeys((sequence, block) for sequence, block, _, _ in line))
@@ -67,7 +81,8 @@ def check_schedule(spec: ScheduleSpec, schedule: plan.Schedule, q_lens, lengths)
     places = [sum((s, b) == block for s, b, _, _ in line) for block in blocks]
     assert starts[: live + 1].tolist() == [0, *np.cumsum(places).tolist()]
     assert (starts[live:] == len(line)).all()
-    active = min(len(line), spec.programs)
+    active = int(schedule.active[0])
+    assert active == expected_active(spec, line)
     for program in range(active):
         sequence, block, _, _ = line[program * len(line) // active]
         assert int(schedule.first_block[program]) == blocks.index((sequence, block))
@@ -123,7 +138,26 @@ def test_the_fused_kernel_builds_the_same_schedule(name, lengths, live):
     for field in ("block_sequence", "block_index", "tile_start"):
         assert np.array_equal(getattr(actual, field), getattr(expected, field)), field
     active = min(work, spec.programs)
+    assert np.array_equal(actual.active, expected.active)
     assert np.array_equal(actual.first_block[:active], expected.first_block[:active])
+
+
+@pytest.mark.parametrize(
+    ("sequences", "programs", "active"),
+    [(3, 13, 12), (3, 11, 6), (5, 10, 10), (5, 9, 5), (5, 7, 5), (5, 4, 4), (1, 9, 8), (2, 7, 7)],
+)
+@pytest.mark.parametrize("builder", [xla_schedule, fused_schedule])
+def test_runs_of_equally_long_units_end_with_units_where_enough_programs_remain(
+    builder, sequences, programs, active
+):
+    spec = dataclasses.replace(SPEC, programs=programs, max_seqlen_q=1, num_tokens=5)
+    q_lens, lengths = [1] * sequences + [0] * (5 - sequences), [330] * sequences + [0] * (5 - sequences)
+    schedule = builder(spec, q_lens, lengths)
+    assert int(schedule.active[0]) == active
+    check_schedule(spec, schedule, q_lens, lengths)
+    longer = [lengths[0] + 32, *lengths[1:]]
+    if sequences > 1:
+        assert int(builder(spec, q_lens, longer).active[0]) == programs
 
 
 def test_one_sequence_of_a_million_tokens_among_short_ones_is_cut_evenly():

@@ -32,7 +32,7 @@ def candidates(inputs: Inputs, implementation: str, batch_invariant: bool = Fals
     """The public call with its own tuned settings, the plan computed once and passed in, as layers share it."""
     window, k_descale, v_descale = inputs.shape.window, inputs.k_descale, inputs.v_descale
     metadata = [metadata_of(inputs, table) for table in inputs.page_tables]
-    if implementation == "triton":
+    if implementation in ("triton", "pallas"):
         from jaxattn.plan import make_plan
 
         plan = make_plan(

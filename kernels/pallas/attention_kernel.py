@@ -31,6 +31,7 @@ def attention_kernel(
     block_index,
     tile_start,
     first_block,
+    active,
     ancestors,
     depths,
     sinks,
@@ -58,7 +59,7 @@ def attention_kernel(
     if C.fill:
         fill_unowned_rows(cu_seqlens_q, out, lse, program, C)
     work = load(tile_start, np.int64(C.num_blocks))
-    active = jnp.minimum(work, C.programs)
+    active = load(active, np.int64(0))
 
     def cut(number):
         return jnp.where(number < active, quotient(number * work, jnp.maximum(active, 1)), work)

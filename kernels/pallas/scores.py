@@ -58,17 +58,21 @@ def masked(score, block: Block, key, key_position, known, ancestors, C: Attentio
 
 
 def _tree_visible(ancestors, block: Block, key, C: AttentionConstants):
-    """1 where the ancestor bit of a draft node is set in a row, and for keys of the prefix; else 0."""
+    """1 where the ancestor bit of a draft node is set in a row, and for keys of the prefix; else 0.
+
+    A row's words are loaded whole, not one for each key: a load of a [BM, TILE] tile would bring the scores into its
+    own layout, and with it the sums of weights into another order than they have without a tree.
+    """
     node = key - block.context
     draft = (node >= 0) & (node < block.q_len)  # [TILE]
-    node = jnp.where(draft, node, 0)
-    word = quotient(node, 64)
-    words = load(
-        ancestors,
-        block.row[:, None] * C.tree_words + word[None, :].astype(jnp.int64),
-        draft[None, :] & (word < C.tree_words)[None, :] & block.live[:, None],
-    )  # [BM, TILE]
-    bit = lax.shift_right_logical(
-        words, jnp.broadcast_to(remainder(node, 64)[None, :].astype(jnp.uint64), words.shape)
-    )
-    return (bit & 1).astype(jnp.int32) | (key < block.context)[None, :].astype(jnp.int32)
+    place = jnp.where(draft, node, 64 * C.tree_words)
+    bit = remainder(place, 64).astype(jnp.uint64)
+    seen = jnp.broadcast_to((node < 0)[None, :].astype(jnp.int32), (C.block_rows, C.tile))
+    for number in range(C.tree_words):
+        word = load(ancestors, block.row * C.tree_words + number, block.live)  # [BM]
+        bits = lax.shift_right_logical(
+            jnp.broadcast_to(word[:, None], seen.shape), jnp.broadcast_to(bit[None, :], seen.shape)
+        )
+        here = (quotient(place, 64) == number)[None, :]
+        seen = seen | jnp.where(here, (bits & 1).astype(jnp.int32), 0)
+    return seen

@@ -99,6 +99,7 @@ def attention_kernel(
     block_index_ptr,
     tile_start_ptr,
     first_block_ptr,
+    active_ptr,
     ancestors_ptr,
     depths_ptr,
     sinks_ptr,
@@ -125,7 +126,7 @@ def attention_kernel(
     if C.fill:
         fill_unowned_rows(cu_seqlens_q_ptr, out_ptr, lse_ptr, program, C)
     work = tl.load(tile_start_ptr + C.num_blocks)
-    active = tl.minimum(work, C.programs)
+    active = tl.load(active_ptr)
     position = work
     end = work
     block = work

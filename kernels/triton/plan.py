@@ -22,7 +22,7 @@ def build_schedule(
     if spec.blocks_in_sequence > 1 or spec.num_sequences > LARGEST_BATCH:
         return plan.build_schedule(spec, cu_seqlens_q, seqused_k)
     blocks = spec.num_blocks
-    shapes = [jax.ShapeDtypeStruct((n,), jnp.int64) for n in (blocks, blocks, blocks + 1, spec.programs)]
+    shapes = [jax.ShapeDtypeStruct((n,), jnp.int64) for n in (blocks, blocks, blocks + 1, spec.programs, 1)]
     arrays = launch(
         schedule_kernel,
         (cu_seqlens_q, seqused_k),
@@ -38,6 +38,7 @@ def build_schedule(
         block_index=arrays[1],
         tile_start=arrays[2],
         first_block=arrays[3],
+        active=arrays[4],
         spec=spec,
     )
 
@@ -50,6 +51,7 @@ def schedule_kernel(
     block_index_ptr,
     tile_start_ptr,
     first_block_ptr,
+    active_ptr,
     spec: tl.constexpr,
     SEQUENCES: tl.constexpr,
     SEARCH_ROWS: tl.constexpr,
@@ -85,7 +87,18 @@ def schedule_kernel(
             tl.store(block_index_ptr + lane, tl.zeros_like(end), mask=lane < spec.num_blocks)
         tl.store(tile_start_ptr, work * 0)
 
-    active = tl.maximum(tl.minimum(work, spec.programs), 1)
+    # As `jaxattn.plan` chooses it.
+    active = tl.minimum(work, spec.programs)
+    if spec.chunk == 0:
+        units = tl.maximum(blocks, 1) * spec.num_kv_heads
+        units_in_run = (units + spec.programs - 1) // spec.programs
+        even = tl.where(units % units_in_run == 0, units // units_in_run, 0)
+        even = tl.where(units <= spec.programs, spec.programs // units * units, even)
+        alike = tl.min(tl.where(live, places, work), 0) == tl.max(places, 0)
+        active = tl.where(alike & (even >= spec.enough_programs), tl.minimum(even, work), active)
+    if part == 0:
+        tl.store(active_ptr, active)
+    active = tl.maximum(active, 1)
     program = part * SEARCH_ROWS + tl.arange(0, SEARCH_ROWS)  # [SEARCH_ROWS]
     place = tl.minimum(program, active - 1) * work // active
     passed = live[None, :] & (end[None, :] <= place[:, None])

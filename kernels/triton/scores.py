@@ -47,18 +47,23 @@ def constant_rows(value, C: tl.constexpr):
 
 
 @triton.jit
-def _tree_visible(tree, node, C: tl.constexpr):
-    """Whether the ancestor bit of a draft node is set in each row; prefix keys are visible."""
+def _tree_visible(tree, node, live, C: tl.constexpr):
+    """Whether the ancestor bit of a draft node is set in each row; prefix keys are visible.
+
+    A row's words are loaded whole, not one for each key: a load of a [BM, TILE] tile would bring the scores into its
+    own layout, and with it the sums of weights into another order than they have without a tree.
+    """
     ancestors_ptr, _, _, q_len, row = tree
     draft = (node >= 0) & (node < q_len)  # [TILE]
-    word = tl.where(draft, node // 64, 0)
-    words = tl.load(
-        ancestors_ptr + row[:, None] * C.tree_words + word[None, :].to(tl.int64),
-        mask=draft[None, :] & (word < C.tree_words)[None, :],
-        other=0,
-    )  # [BM, TILE]
-    bit = (words >> tl.where(draft, node % 64, 0)[None, :].to(tl.uint64)) & 1
-    return (node < 0)[None, :] | (bit != 0)
+    place = tl.where(draft, node, 64 * C.tree_words)
+    bit = (place % 64)[None, :].to(tl.uint64)
+    seen = tl.broadcast_to((node < 0)[None, :].to(tl.int32), [C.block_rows, C.tile])
+    words: tl.constexpr = C.tree_words
+    for number in tl.static_range(words):
+        word = tl.load(ancestors_ptr + row * C.tree_words + number, mask=live, other=0)  # [BM]
+        bits = ((word[:, None] >> bit) & 1).to(tl.int32)
+        seen = seen | tl.where((place // 64 == number)[None, :], bits, 0)
+    return seen
 
 
 @triton.jit
@@ -72,7 +77,7 @@ def masked(score, rows, key, key_position, known, context, tree, C: tl.constexpr
         # Integers, because a compiler that moves this mask through shared memory cannot store single bits.
         seen = visible.to(tl.int32)
         if tl.max(key, 0) >= context:
-            seen = seen & _tree_visible(tree, key - context, C).to(tl.int32)
+            seen = seen & _tree_visible(tree, key - context, limit >= 0, C)
         visible = seen != 0
     return tl.where(visible, score, float("-inf"))
 

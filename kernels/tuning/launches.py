@@ -86,5 +86,6 @@ def _spec(
         block_rows=choice.block_rows,
         tile=choice.tile,
         programs=device.cores * choice.programs_per_core,
+        enough_programs=device.cores * choice.programs_per_core * 15 // 16,
         chunk=chunk,
     )
