@@ -1,7 +1,7 @@
 """A linear layer whose weight is MXFP4, for few rows: every packed byte is read once and expanded in registers.
 
-A program owns some rows of the weight and walks a span of their words of eight codes. Code j of a word w meets column
-8 w + j of the input, which is handed over as eight tables of every eighth column, so that nothing is interleaved.
+A program owns some rows of the weight and walks a span of their quads, 16-bit units of four codes. A tile of quads is
+expanded into four tiles of weights, each of which meets a tile of the input whose columns are in the same order.
 """
 
 import dataclasses
@@ -20,10 +20,11 @@ from jaxattn.index64 import cdiv
 from jaxattn.kernels import tuning
 from jaxattn.kernels.triton.launch import launch
 
-WORD = 8
+# Codes of a quad, and quads of a group that shares a scale.
+QUAD, QUADS_IN_GROUP = 4, tl.constexpr(8)
 DTYPES = ("bfloat16", "float16", "float32")
 # The smallest side of a matrix instruction.
-LEAST_ROWS = 16
+LEAST_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,14 +33,17 @@ class Constants:
 
     tokens: int
     rows: int
-    words: int
+    columns: int
+    # Quads and scales of a row of the arrays, which may be longer than the weight's.
+    quads: int
     groups: int
     block_tokens: int
     block_rows: int
-    block_words: int
-    # Words that one program walks.
+    block_quads: int
+    # Quads that one program walks, and whether all of them are columns of the weight.
     span: int
-    # Instructions that expand two words with their scales, see `kernels/tuning/mxfp4.json`; empty for any device.
+    whole: bool
+    # Instructions that expand two quads with their scales, see `kernels/tuning/mxfp4.json`; empty for any device.
     expand: str
 
 
@@ -70,26 +74,27 @@ def run(
     """
     if reason := supports(x, packed):
         raise UnsupportedError(f"implementation 'triton': {reason}")
-    table, words = _table(), packed.shape[1] // 4
-    x = jnp.pad(x, ((0, 0), (0, words * WORD - x.shape[1]))).reshape(-1, words, WORD)
-    blocks, tiles = cdiv(rows, table["block_rows"]), cdiv(words, table["block_words"])
+    table, quads = _table(), 2 * packed.shape[1] // QUAD
+    blocks, tiles = cdiv(rows, table["block_rows"]), cdiv(quads, table["block_quads"])
     wanted = tuning.device().cores * table["programs_per_core"] // blocks
     span = cdiv(tiles, max(1, min(wanted, tiles)))
     splits = cdiv(tiles, span)
     constants = Constants(
         tokens=x.shape[0],
         rows=rows,
-        words=words,
+        columns=x.shape[1],
+        quads=quads,
         groups=scale.shape[1],
-        block_tokens=max(LEAST_ROWS, triton.next_power_of_2(x.shape[0])),
+        block_tokens=max(LEAST_TOKENS, triton.next_power_of_2(x.shape[0])),
         block_rows=table["block_rows"],
-        block_words=table["block_words"],
-        span=span * table["block_words"],
-        expand=table["expand"] if x.dtype == jnp.bfloat16 else "",
+        block_quads=table["block_quads"],
+        span=span * table["block_quads"],
+        whole=splits * span * table["block_quads"] * QUAD == x.shape[1],
+        expand="\n".join(table["expand"]) if x.dtype == jnp.bfloat16 else "",
     )
     out = launch(
         mxfp4_matmul_kernel,
-        [x.transpose(2, 0, 1), packed, scale],
+        [x, packed, scale],
         [jax.ShapeDtypeStruct((splits, x.shape[0], rows), jnp.float32)],
         grid=blocks * splits,
         num_warps=table["warps"],
@@ -106,54 +111,82 @@ def _table() -> dict:
 
 @functools.cache
 def _tables() -> dict[str, dict]:
+    """Settings of each architecture.
+
+    `expand` looks up the two bytes of a bfloat16 for four codes at a time, without their signs, and puts these in. Its
+    tables of bytes are ORed with a register that is 0, so that they stay in registers and are not made anew each time.
+    """
     return json.loads((importlib.resources.files(tuning) / "mxfp4.json").read_text())
 
 
 @triton.jit
 def mxfp4_matmul_kernel(x_ptr, packed_ptr, scale_ptr, out_ptr, C: tl.constexpr):
-    """One block of weight rows times all tokens, over one span of the words."""
+    """One block of weight rows times all tokens, over one span of the quads."""
     NUM_BLOCKS: tl.constexpr = (C.rows + C.block_rows - 1) // C.block_rows
     program = tl.program_id(0).to(tl.int64)
     split, block = program // NUM_BLOCKS, program % NUM_BLOCKS
     row = block * C.block_rows + tl.arange(0, C.block_rows)  # [R]
     token = tl.arange(0, C.block_tokens).to(tl.int64)  # [T]
-    live_row, live_token = row < C.rows, token < C.tokens
-    word_ptr = packed_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row[:, None] * C.words
-    byte_ptr = scale_ptr + row[:, None] * C.groups
+    # Rows and tokens beyond the last are that one again, and not stored.
+    stored_row, stored_token = tl.minimum(row, C.rows - 1), tl.minimum(token, C.tokens - 1)
+    quad_ptr = packed_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + stored_row[:, None] * C.quads
+    byte_ptr = scale_ptr + stored_row[:, None] * C.groups
+    x_ptr += stored_token[:, None] * C.columns
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    acc = tl.full([C.block_rows, C.block_tokens], 0.0, tl.float32)
-    for start in range(0, C.span, C.block_words):
-        place = split * C.span + start + tl.arange(0, C.block_words)  # [W]
-        live = live_row[:, None] & (place < C.words)[None, :]
-        word = tl.load(word_ptr + place[None, :], mask=live, other=0)  # [R, W]
-        byte = tl.load(byte_ptr + (place // 4)[None, :], mask=live, other=127)  # [R, W]
+    first = (split * C.span).to(tl.int32)
+    acc = tl.full([C.block_tokens, C.block_rows], 0.0, tl.float32)
+    next_byte = _scales(byte_ptr, first, C)
+    for start in range(first, first + C.span, C.block_quads):
+        # Bytes are too small to be copied ahead of their use by the compiler.
+        byte = next_byte
+        next_byte = _scales(byte_ptr, start + C.block_quads, C)
+        quad = start + tl.arange(0, C.block_quads)  # [Q]
+        codes = _load(quad_ptr, quad, C.quads, C)  # [R, Q]
         if C.expand == "":
-            scale = _power_of_two(byte)
-            for j in tl.static_range(8):
-                weight = (_element(word >> (4 * j)) * scale).to(dtype)  # [R, W]
-                acc = tl.dot(
-                    weight, _columns(x_ptr, token, place, j, live_token, C), acc, input_precision="ieee"
-                )
+            scale = _of_quads(_power_of_two(byte), C).to(tl.float32)
+            for j in tl.static_range(4):
+                x = _load(x_ptr, 4 * quad + j, C.columns, C)  # [T, Q]
+                weight = (_element(codes.to(tl.int32) >> (4 * j)) * scale).to(dtype)  # [R, Q]
+                acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
         else:
             weights = tl.inline_asm_elementwise(
                 C.expand,
-                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
-                [word, _power_of_two(byte).to(tl.bfloat16)],
-                dtype=(tl.bfloat16,) * 8,
+                "=&r,=&r,=&r,=&r,r,r",
+                [codes, _of_quads(_power_of_two(byte), C)],
+                dtype=(tl.bfloat16,) * 4,
                 is_pure=True,
                 pack=2,
             )
-            for j in tl.static_range(8):
-                acc = tl.dot(weights[j], _columns(x_ptr, token, place, j, live_token, C), acc)
-    out_at = out_ptr + (split * C.tokens + token)[None, :] * C.rows + row[:, None]
-    tl.store(out_at, acc, mask=live_row[:, None] & live_token[None, :])
+            for j in tl.static_range(4):
+                x = _load(x_ptr, quad // 2 * 8 + 2 * j + quad % 2, C.columns, C)  # [T, Q]
+                acc = tl.dot(x, tl.trans(weights[j]), acc)
+    out_at = out_ptr + (split * C.tokens + token)[:, None] * C.rows + row[None, :]
+    tl.store(out_at, acc, mask=(token < C.tokens)[:, None] & (row < C.rows)[None, :])
 
 
 @triton.jit
-def _columns(x_ptr, token, place, j: tl.constexpr, live_token, C: tl.constexpr):
-    """Column j of each word of the input, [W, T]."""
-    live = (place < C.words)[:, None] & live_token[None, :]
-    return tl.load(x_ptr + (j * C.tokens + token)[None, :] * C.words + place[:, None], mask=live, other=0.0)
+def _scales(byte_ptr, first, C: tl.constexpr):
+    """The scales of a tile of quads, [R, Q / 8] bytes."""
+    group = first // QUADS_IN_GROUP + tl.arange(0, C.block_quads // QUADS_IN_GROUP)
+    return tl.load(byte_ptr + group[None, :], (group < C.groups)[None, :], 127)
+
+
+@triton.jit
+def _of_quads(scale, C: tl.constexpr):
+    """The scale of each quad, [R, Q]."""
+    groups: tl.constexpr = C.block_quads // QUADS_IN_GROUP
+    scale = tl.broadcast_to(scale[:, :, None], [C.block_rows, groups, QUADS_IN_GROUP])
+    return tl.reshape(scale, [C.block_rows, C.block_quads])
+
+
+@triton.jit
+def _load(ptr, column, columns: tl.constexpr, C: tl.constexpr):
+    """Load some columns of each row, 0 beyond the last."""
+    if C.whole:
+        tile = tl.load(ptr + column[None, :])
+    else:
+        tile = tl.load(ptr + column[None, :], mask=(column < columns)[None, :], other=0)
+    return tile
 
 
 @triton.jit
@@ -167,7 +200,7 @@ def _element(word):
 
 @triton.jit
 def _power_of_two(byte):
-    """2**(byte - 127) in float32, and NaN for 255."""
-    wide = byte.to(tl.int32)
-    bits = tl.where(wide == 0, 0x00400000, wide << 23)
-    return tl.where(wide == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    """2**(byte - 127) in bfloat16, and NaN for 255."""
+    wide = byte.to(tl.int16)
+    bits = tl.where(wide == 0, 0x0040, wide << 7)
+    return tl.where(wide == 255, 0x7FC0, bits).to(tl.int16).to(tl.bfloat16, bitcast=True)
