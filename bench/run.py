@@ -39,10 +39,10 @@ class Job:
 def cases_of(group: str) -> tuple[str, ...]:
     """Names of a group; `all` is everything but the small one."""
     if group == "step":
-        return (step.FULL,)
+        return step.FULL
     names = tuple(shape.name for shape in shapes.GROUPS.get(group, ()))
     if group == "small":
-        return (*names, step.SMALL)
+        return (*names, *step.SMALL)
     if group == "all":
         return tuple(name for g in GROUPS if g not in ("small", "all") for name in cases_of(g))
     return names

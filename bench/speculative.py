@@ -7,6 +7,7 @@ a cycle of the loop beside the device time of its kernels.
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import time
@@ -72,6 +73,8 @@ def main() -> None:
                 "rows": rows,
                 **line,
                 "same": same,
+                # Methods of the same n multiply the same shapes, so that theirs are equal in any dtype.
+                "texts": hashlib.sha256(repr(texts).encode()).hexdigest()[:16],
             }
             table.append(line)
             print(

@@ -1,6 +1,7 @@
-"""What a decode step pays once for all layers: its page table and its plan, as the case `step/SxM`.
+"""What a decode step pays once for all layers: its page table and its plan, as the case `step/SxM[/int32]`.
 
-`step/128x8192` is a batch of 128 sequences whose rows hold 8192 pages of 16 tokens.
+`step/128x8192` is a batch of 128 sequences whose rows hold 8192 pages of 16 tokens; with `/int32` the slots of the
+request pool are stored in 32 bits, as pools of fewer than 2^31 slots may be.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from jaxattn.plan import make_plan
 from jaxattn.slot_rows import slot_rows
 
 PAGE_SIZE = 16
-FULL, SMALL = "step/128x8192", "step/8x64"
+FULL, SMALL = ("step/128x8192", "step/128x8192/int32"), ("step/8x64",)
 IMPLEMENTATIONS = ("triton", "xla")
 
 
@@ -37,20 +38,29 @@ class Step:
 
 def is_step(name: str) -> bool:
     """Whether a case is a step rather than an attention call."""
-    return re.fullmatch(r"step/\d+x\d+", name) is not None
+    return _match(name) is not None
+
+
+def _match(name: str) -> re.Match | None:
+    return re.fullmatch(r"step/(\d+)x(\d+)(/int32)?", name)
 
 
 @index64
 def make_step(name: str) -> Step:
     """Draw a pool whose requests hold shuffled pages."""
-    sequences, columns = map(int, name.removeprefix("step/").split("x"))
+    found = _match(name)
+    sequences, columns = int(found[1]), int(found[2])
+    dtype = jnp.int32 if found[3] else jnp.int64
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, columns * PAGE_SIZE, sequences)
     pages = rng.permutation(sequences * columns).reshape(sequences, columns)
     slots = (pages[..., None] * PAGE_SIZE + np.arange(PAGE_SIZE)).reshape(sequences, -1)
     order = np.arange(sequences)[::-1]
     rows = slot_rows(
-        kv_indptr=None, kv_indices=None, req_to_token=jnp.asarray(slots), req_pool_indices=jnp.asarray(order)
+        kv_indptr=None,
+        kv_indices=None,
+        req_to_token=jnp.asarray(slots, dtype),
+        req_pool_indices=jnp.asarray(order),
     )
     live = np.arange(columns) < -(-lengths // PAGE_SIZE)[:, None]
     return Step(rows, jnp.asarray(lengths), np.where(live, pages[order], 0))

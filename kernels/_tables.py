@@ -13,7 +13,7 @@ from jaxattn.kernels._constants import padded
 from jaxattn.page_table import xla_page_tables
 from jaxattn.slot_rows import RaggedRows, SlotRows
 
-_COLUMNS = 1024
+_COLUMNS = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -53,7 +53,7 @@ def test_patterns_pick_listed_cases_and_names_describe_new_ones():
 def test_all_covers_every_group_but_the_small_one():
     names = run.cases_of("all")
     assert len(set(names)) == len(names)
-    assert {step.FULL, "llama-3-8b/zipf64/q4", "llama-3-8b/1x16k/q16k", "gpt-oss-120b-local/32x8k/q1"} <= {
+    assert {*step.FULL, "llama-3-8b/zipf64/q4", "llama-3-8b/1x16k/q16k", "gpt-oss-120b-local/32x8k/q1"} <= {
         *names
     }
     assert not [name for name in names if name.startswith("toy")]
@@ -180,8 +180,10 @@ def test_peers_refuse_what_they_cannot_do(unavailable):
     assert unavailable(shapes.parse("gpt-oss-120b-local/32x8k/q1/fp8"))
 
 
-def test_a_wrong_page_table_is_wrong():
-    drawn = step.make_step("step/4x8")
+@pytest.mark.parametrize(("suffix", "dtype"), [("", "int64"), ("/int32", "int32")])
+def test_a_wrong_page_table_is_wrong(suffix, dtype):
+    drawn = step.make_step("step/4x8" + suffix)
+    assert drawn.rows.req_to_token.dtype == dtype
     (found,) = step.candidates(drawn, "xla")
     table, plan = found.function(*found.arguments)
     assert drawn.error((table, plan)) == 0

@@ -1,19 +1,25 @@
-"""AITER's split-KV Triton kernel under torch, in a process of its own: `python -m bench.peers.aiter_torch NAME ...`.
+"""AITER's split-KV Triton kernel under torch, in processes of its own: `python -m bench.peers.aiter_torch NAME ...`.
 
-Prints one JSON object a shape: {"shape", "settings", "samples", "error"}, samples in microseconds a call.
+Prints one JSON object a shape: {"shape", "settings", "samples", "error"}, samples in microseconds a call. Several
+processes compile at the same time; each times while it holds a lock.
 """
 
+import contextlib
+import fcntl
 import importlib.util
 import json
 import math
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 from bench.shapes import Shape, parse
 
 KERNELS = "aiter.ops.triton._triton_kernels.attention.unified_attention"
 # tile, warps, stages; each with few segments and with as many as AITER takes for a full device
 SETTINGS = ((16, 2, 2), (64, 4, 2), (64, 4, 3))
+PROCESSES = 6
 
 
 def unavailable(shape: Shape) -> str | None:
@@ -36,11 +42,23 @@ def unavailable(shape: Shape) -> str | None:
 
 
 def measure(names: list[str]) -> dict[str, dict]:
-    """Run the named shapes in a fresh process, because torch and jax would both take the device's memory."""
-    lines = subprocess.run(
-        [sys.executable, "-m", "bench.peers.aiter_torch", *names], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    return {row["shape"]: row for row in map(json.loads, lines)}
+    """Run the named shapes in fresh processes, because torch and jax would both take the device's memory."""
+    command = [sys.executable, "-m", "bench.peers.aiter_torch"]
+    shares = [names[i::PROCESSES] for i in range(min(PROCESSES, len(names)))]
+    running = [subprocess.Popen([*command, *share], stdout=subprocess.PIPE, text=True) for share in shares]
+    outputs = [process.communicate()[0] for process in running]
+    for process, share in zip(running, shares, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"aiter: measuring {', '.join(share)} ended with code {process.returncode}")
+    return {row["shape"]: row for output in outputs for row in map(json.loads, output.splitlines())}
+
+
+@contextlib.contextmanager
+def _alone():
+    """Wait until no other process of this benchmark is timing."""
+    with (Path(tempfile.gettempdir()) / "jaxattn-bench-aiter.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _measure_one(shape: Shape) -> dict:
@@ -137,12 +155,13 @@ def _measure_one(shape: Shape) -> dict:
             calls = copies * max(1, 8 // copies)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             samples = []
-            for _ in range(8):
-                start.record()
-                graph.replay()
-                end.record()
-                torch.cuda.synchronize()
-                samples.append(start.elapsed_time(end) * 1e3 / calls)
+            with _alone():
+                for _ in range(8):
+                    start.record()
+                    graph.replay()
+                    end.record()
+                    torch.cuda.synchronize()
+                    samples.append(start.elapsed_time(end) * 1e3 / calls)
             row = {
                 "shape": shape.name, "settings": f"tile={tile} warps={warps} stages={stages} segments={segments}",
                 "samples": samples[1:], "error": error,

@@ -1,7 +1,8 @@
 """A linear layer whose weight is MXFP4, for few rows: every packed byte is read once and expanded in registers.
 
-A program owns some rows of the weight and walks a span of their quads, 16-bit units of four codes. A tile of quads is
-expanded into four tiles of weights, each of which meets a tile of the input whose columns are in the same order.
+A program owns some rows of the weight and walks a span of their quads, 16-bit units of four codes. Code j of a quad q
+meets column 4 q + j of the input, which is handed over as four tables of every fourth column, so that a tile of quads
+becomes four tiles of weights in place, and none is interleaved.
 """
 
 import dataclasses
@@ -33,14 +34,13 @@ class Constants:
 
     tokens: int
     rows: int
-    columns: int
     # Quads and scales of a row of the arrays, which may be longer than the weight's.
     quads: int
     groups: int
     block_tokens: int
     block_rows: int
     block_quads: int
-    # Quads that one program walks, and whether all of them are columns of the weight.
+    # Quads that one program walks, and whether all of them exist.
     span: int
     whole: bool
     # Instructions that expand two quads with their scales, see `kernels/tuning/mxfp4.json`; empty for any device.
@@ -74,28 +74,28 @@ def run(
     """
     if reason := supports(x, packed):
         raise UnsupportedError(f"implementation 'triton': {reason}")
-    table, quads = _table(), 2 * packed.shape[1] // QUAD
+    tokens, table, quads = len(x), _table(), 2 * packed.shape[1] // QUAD
     blocks, tiles = cdiv(rows, table["block_rows"]), cdiv(quads, table["block_quads"])
     wanted = tuning.device().cores * table["programs_per_core"] // blocks
     span = cdiv(tiles, max(1, min(wanted, tiles)))
     splits = cdiv(tiles, span)
     constants = Constants(
-        tokens=x.shape[0],
+        tokens=tokens,
         rows=rows,
-        columns=x.shape[1],
         quads=quads,
         groups=scale.shape[1],
-        block_tokens=max(LEAST_TOKENS, triton.next_power_of_2(x.shape[0])),
+        block_tokens=max(LEAST_TOKENS, triton.next_power_of_2(tokens)),
         block_rows=table["block_rows"],
         block_quads=table["block_quads"],
         span=span * table["block_quads"],
-        whole=splits * span * table["block_quads"] * QUAD == x.shape[1],
+        whole=splits * span * table["block_quads"] == quads,
         expand="\n".join(table["expand"]) if x.dtype == jnp.bfloat16 else "",
     )
+    x = jnp.pad(x, ((0, 0), (0, quads * QUAD - x.shape[1]))).reshape(-1, quads, QUAD)
     out = launch(
         mxfp4_matmul_kernel,
-        [x, packed, scale],
-        [jax.ShapeDtypeStruct((splits, x.shape[0], rows), jnp.float32)],
+        [x.transpose(2, 0, 1), packed, scale],
+        [jax.ShapeDtypeStruct((splits, tokens, rows), jnp.float32)],
         grid=blocks * splits,
         num_warps=table["warps"],
         num_stages=table["stages"],
@@ -113,8 +113,8 @@ def _table() -> dict:
 def _tables() -> dict[str, dict]:
     """Settings of each architecture.
 
-    `expand` looks up the two bytes of a bfloat16 for four codes at a time, without their signs, and puts these in. Its
-    tables of bytes are ORed with a register that is 0, so that they stay in registers and are not made anew each time.
+    `expand` shifts the three bits of a code to where the lowest bits of a bfloat16's exponent and the highest of its
+    mantissa are, which makes it 2**-126 times its value, and multiplies by 2**126 and by the scale.
     """
     return json.loads((importlib.resources.files(tuning) / "mxfp4.json").read_text())
 
@@ -131,7 +131,7 @@ def mxfp4_matmul_kernel(x_ptr, packed_ptr, scale_ptr, out_ptr, C: tl.constexpr):
     stored_row, stored_token = tl.minimum(row, C.rows - 1), tl.minimum(token, C.tokens - 1)
     quad_ptr = packed_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + stored_row[:, None] * C.quads
     byte_ptr = scale_ptr + stored_row[:, None] * C.groups
-    x_ptr += stored_token[:, None] * C.columns
+    x_ptr += stored_token[:, None] * C.quads
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     first = (split * C.span).to(tl.int32)
     acc = tl.full([C.block_tokens, C.block_rows], 0.0, tl.float32)
@@ -141,11 +141,11 @@ def mxfp4_matmul_kernel(x_ptr, packed_ptr, scale_ptr, out_ptr, C: tl.constexpr):
         byte = next_byte
         next_byte = _scales(byte_ptr, start + C.block_quads, C)
         quad = start + tl.arange(0, C.block_quads)  # [Q]
-        codes = _load(quad_ptr, quad, C.quads, C)  # [R, Q]
+        codes = _load(quad_ptr, quad, C)  # [R, Q]
         if C.expand == "":
             scale = _of_quads(_power_of_two(byte), C).to(tl.float32)
             for j in tl.static_range(4):
-                x = _load(x_ptr, 4 * quad + j, C.columns, C)  # [T, Q]
+                x = _load(x_ptr + j * C.tokens * C.quads, quad, C)  # [T, Q]
                 weight = (_element(codes.to(tl.int32) >> (4 * j)) * scale).to(dtype)  # [R, Q]
                 acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
         else:
@@ -158,7 +158,7 @@ def mxfp4_matmul_kernel(x_ptr, packed_ptr, scale_ptr, out_ptr, C: tl.constexpr):
                 pack=2,
             )
             for j in tl.static_range(4):
-                x = _load(x_ptr, quad // 2 * 8 + 2 * j + quad % 2, C.columns, C)  # [T, Q]
+                x = _load(x_ptr + j * C.tokens * C.quads, quad, C)  # [T, Q]
                 acc = tl.dot(x, tl.trans(weights[j]), acc)
     out_at = out_ptr + (split * C.tokens + token)[:, None] * C.rows + row[None, :]
     tl.store(out_at, acc, mask=(token < C.tokens)[:, None] & (row < C.rows)[None, :])
@@ -180,12 +180,12 @@ def _of_quads(scale, C: tl.constexpr):
 
 
 @triton.jit
-def _load(ptr, column, columns: tl.constexpr, C: tl.constexpr):
-    """Load some columns of each row, 0 beyond the last."""
+def _load(ptr, quad, C: tl.constexpr):
+    """Load what belongs to some quads of each row, 0 beyond the last."""
     if C.whole:
-        tile = tl.load(ptr + column[None, :])
+        tile = tl.load(ptr + quad[None, :])
     else:
-        tile = tl.load(ptr + column[None, :], mask=(column < columns)[None, :], other=0)
+        tile = tl.load(ptr + quad[None, :], mask=(quad < C.quads)[None, :], other=0)
     return tile
 
 
