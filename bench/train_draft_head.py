@@ -52,10 +52,13 @@ def main() -> None:
         warmup=min(100, arguments.steps),
         seed=arguments.seed,
     )
-    head = train_head(model, tokens, lengths, plan, options, say)
     notes = {"trained_on": f"{int(lengths.sum())} tokens of {Path(arguments.model).name}'s own text"}
     notes |= {"plan": json.dumps(dataclasses.asdict(plan))}
     Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
+    # What a run leaves that ends early says so by the steps of its plan.
+    head = train_head(
+        model, tokens, lengths, plan, options, say, lambda head: save_head(arguments.out, head, notes)
+    )
     save_head(arguments.out, head, notes)
     say(f"wrote {arguments.out}, {Path(arguments.out).stat().st_size} bytes")
 

@@ -272,8 +272,26 @@ def write_kv(
         from jaxattn.kernels.triton import cache_write
 
         if cache_write.supports(k_cache, v_cache, k, v) is None:
-            return cache_write.write_kv(k_cache, v_cache, k, v, places, k_descale, v_descale)
-    return _store(k_cache, k, places, k_descale), _store(v_cache, v, places, v_descale)
+            return _write_by_kernel(k_cache, v_cache, k, v, places, k_descale, v_descale)
+    return _write(k_cache, v_cache, k, v, places, k_descale, v_descale)
+
+
+@jax.custom_jvp
+def _write_by_kernel(k_cache, v_cache, k, v, slots, k_descale, v_descale):
+    from jaxattn.kernels.triton import cache_write
+
+    return cache_write.write_kv(k_cache, v_cache, k, v, slots, k_descale, v_descale)
+
+
+@_write_by_kernel.defjvp
+@index64
+def _derivative_of_write(primals, tangents):
+    """A kernel has no derivative of its own."""
+    return jax.jvp(_write, primals, tangents)
+
+
+def _write(k_cache, v_cache, k, v, slots, k_descale, v_descale):
+    return _store(k_cache, k, slots, k_descale), _store(v_cache, v, slots, v_descale)
 
 
 def _check_rows(values, cache, tokens: int, descale, name: str) -> Float32[Array, "K"] | None:

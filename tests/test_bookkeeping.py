@@ -81,6 +81,28 @@ def test_the_write_is_one_launch_and_equals_the_xla_write(monkeypatch):
         assert np.array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
 
+@needs_triton
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_write_by_the_kernel_has_the_derivative_of_the_xla_write(jit, monkeypatch):
+    rng = np.random.default_rng(0)
+    caches, rows = rng.normal(size=(2, 3, 4, 2, 8)), rng.normal(size=(2, 5, 2, 8))
+    slots, weights = jnp.array([3, -1, 11, 12, 0]), rng.normal(size=(2, 3, 4, 2, 8))
+
+    def loss(k_cache, v_cache, k, v):
+        write = jax.jit(kv_cache.write_kv) if jit else kv_cache.write_kv
+        new = write(k_cache, v_cache, k, v, slots, k_descale=0.5)
+        return sum(jnp.sum(jnp.tanh(x) * w) for x, w in zip(new, weights, strict=True))
+
+    arguments = [jnp.asarray(x, jnp.float32) for x in (*caches, *rows)]
+    expected = jax.grad(loss, argnums=(0, 1, 2, 3))(*arguments)
+    monkeypatch.setattr(kv_cache, "bookkeeping", lambda: "triton")
+    jax.clear_caches()
+    actual = jax.grad(loss, argnums=(0, 1, 2, 3))(*arguments)
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    assert np.abs(actual[2]).max() > 0.1
+
+
 def test_a_cpu_builds_with_xla_and_a_gpu_with_the_first_package_that_can(monkeypatch):
     assert kernels.bookkeeping() is None
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +41,19 @@ class Plan:
     seed: int = 0
 
 
-def train_head(model: Model, tokens: np.ndarray, lengths: np.ndarray, plan: Plan, options=(), report=print):
-    """Train a head on `tokens [N, L]`, of which `lengths [N]` count, and return it in float32."""
+def train_head(
+    model: Model,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    plan: Plan,
+    options=(),
+    report=print,
+    keep: Callable[[eagle.EagleHead], None] = lambda head: None,
+):
+    """Train a head on `tokens [N, L]`, of which `lengths [N]` count, and return it in float32.
+
+    Every hundred steps `keep` gets the head as it is then.
+    """
     head = eagle.init_head(model.program.config, model.weights, jax.random.key(plan.seed))
     moments = jax.tree.map(jnp.zeros_like, (head, head))
     rng = np.random.default_rng(plan.seed)
@@ -64,6 +76,8 @@ def train_head(model: Model, tokens: np.ndarray, lengths: np.ndarray, plan: Plan
         if step % 50 == 0 or step + 1 == plan.steps:
             loss, agreement = jax.device_get(measured)
             report(f"step {step}: loss {loss:.4f}, agreement by draft step {np.round(agreement, 3).tolist()}")
+        if step % 100 == 99:
+            keep(head)
     return head
 
 
