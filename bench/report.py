@@ -67,7 +67,7 @@ def _tables(result: dict) -> Iterator[str]:
         for r in rows:
             figures = [f"{r['median_us']:.1f} ({r['low_us']:.1f}..{r['high_us']:.1f})"]
             if rates:
-                figures += [f"{r['gbps']:.3g}", f"{r['tflops']:.3g}", f"{r['share']:.2f}"]
+                figures += [results.figure(r["gbps"]), results.figure(r["tflops"]), f"{r['share']:.2f}"]
             ratios = ", ".join(f"{ratio:.2f}x {other}" for other, ratio in r.get("ratios", {}).items())
             yield "| " + " | ".join([f"`{r['case']}`", r["who"], *figures, ratios, r["settings"]]) + " |"
     refused = [r for r in result["rows"] if "refused" in r]
@@ -84,7 +84,7 @@ def _scaling(fits: dict | None) -> Iterator[str]:
     if fits is None:
         return
     yield "\n## Scaling of a decode step\n"
-    yield f"`{fits['environment']['command']}`\n"
+    yield f"`{fits['environment']['command']}` on {fits['environment']['device']}.\n"
     yield "| axis | sizes | exponent | last doubling |"
     yield "|---|---|---:|---:|"
     for fitted in fits["axes"]:

@@ -49,6 +49,11 @@ def row(case: str, who: str, settings: str, error: float, timing: Timing, ceilin
     }
 
 
+def figure(value: float) -> str:
+    """A rate in a table: three digits, or the whole number where it has more."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def with_ratios(rows: list[dict], implementations, peers) -> list[dict]:
     """Add to our rows how many times as fast each peer's time makes them, and fp8 beside bf16."""
     times = {(r["case"], r["who"]): r["median_us"] for r in rows if "median_us" in r}

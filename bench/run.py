@@ -118,7 +118,8 @@ def lines(result: dict):
         if "refused" in r:
             yield f"{head}  - {r['refused']}"
             continue
-        rates = f"{r['gbps']:>8.3g}{r['tflops']:>9.3g}{r['share']:>7.2f}" if r["kind"] != "step" else " " * 24
+        figures = [results.figure(r["gbps"]), results.figure(r["tflops"]), r["share"]]
+        rates = "{:>8}{:>9}{:>7.2f}".format(*figures) if r["kind"] != "step" else " " * 24
         ratios = " ".join(f"{ratio:.2f}x {other}" for other, ratio in r.get("ratios", {}).items())
         notes = "; ".join(filter(None, (ratios, r["settings"])))
         spread = f"{r['low_us']:.1f}..{r['high_us']:.1f}"
