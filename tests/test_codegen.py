@@ -47,10 +47,10 @@ def test_a_tuned_decode_configuration_passes(arch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("width", [64, 128, 256, 512])
 @pytest.mark.parametrize("arch", ALL)
-def test_every_configuration_of_width_128_passes(arch, capsys):
-    """The other widths take minutes; `python -m bench.codegen` audits them all."""
-    assert codegen.main(["--arch", arch, "--only", "D128 "]) == 0, capsys.readouterr().out
+def test_every_configuration_of_a_width_passes(arch, width, capsys):
+    assert codegen.main(["--arch", arch, "--only", f"D{width} "]) == 0, capsys.readouterr().out
 
 
 @pytest.fixture

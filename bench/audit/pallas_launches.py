@@ -28,6 +28,7 @@ from jaxattn.slot_rows import PooledRows, RaggedRows
 # Just over 2^29, so that an int64 for each passes 4 GiB.
 SEQUENCES = 2**29 + 16
 PAGES, PAGE_SIZE, COLUMNS = 2**24, 16, 8192
+TABLE_COLUMNS = 128
 GROUP = 4
 
 
@@ -162,10 +163,11 @@ def attention_launches(name: str, arch: str, problem: AttentionProblem) -> Palla
 def _page_table_launches(arch: str) -> Iterator[PallasLaunches]:
     ragged = RaggedRows(kv_indptr=array(SEQUENCES + 1), kv_indices=array(2**34))
     pooled = PooledRows(req_to_token=array(2**20, 2**20, dtype=jnp.int32), req_pool_indices=array(SEQUENCES))
-    for name, rows, columns in (("ragged", ragged, 512), ("pooled", pooled, 512)):
+    for name, rows in (("ragged", ragged), ("pooled", pooled)):
 
-        def build(rows, lengths, full_to_swa, columns=columns):
-            return page_table.build_page_tables(rows, lengths, PAGE_SIZE, columns, full_to_swa)
+        def build(rows, lengths, full_to_swa):
+            # One program a row: there can be no more than 2^31.
+            return page_table.build_page_tables(rows, lengths, PAGE_SIZE, TABLE_COLUMNS, full_to_swa)
 
         arguments = (rows, array(SEQUENCES), array(2**33))
         yield PallasLaunches(f"pallas {name} rows and window", arch, build, arguments, tuned=False)
