@@ -122,7 +122,7 @@ def unified_attention(
         out_dtype=out_dtype,
         batch_invariant=batch_invariant,
     )
-    names = _candidates(implementation)
+    names = candidates(implementation)
     if config is not None:
         names = _routed(names, implementation, metadata.mode, config)
     out, lse = _run(problem, _choose(problem, names))
@@ -138,7 +138,7 @@ def _load(name: str) -> ModuleType:
     return importlib.import_module(f"jaxattn.kernels.{name}")
 
 
-def _candidates(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
+def candidates(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
     """Return the implementations to try, in order."""
     if implementation is None:
         return PREFERRED if jax.default_backend() == "gpu" else ("xla",)
@@ -187,7 +187,7 @@ def _choose(problem: AttentionProblem, names: tuple[str, ...]) -> str:
 
 def automatic_choice(reasons: dict[str, str | None]) -> str:
     """Name the implementation that is taken where none is asked for, given what `implementations` says."""
-    return next(name for name in _candidates(None) if reasons[name] is None)
+    return next(name for name in candidates(None) if reasons[name] is None)
 
 
 @index64

@@ -22,6 +22,8 @@ from jaxattn.index64 import cdiv, index64
 from jaxattn.kernels import bookkeeping
 from jaxattn.problem import AttentionProblem
 
+# Implementations that read a plan.
+PLANNED = ("triton", "pallas")
 # A chunk that holds any sequence: keys are not cut at all.
 UNCUT = 1 << 40
 

@@ -8,6 +8,7 @@ import oracle
 import pytest
 
 from bench import contest, results, run, shapes, step
+from bench import mxfp4 as mxfp4_bench
 from bench.inputs import TOLERANCE, expected_rows, make_inputs, sampled_error
 from bench.peers import Candidate, aiter_torch, dense, fa3, jax_paged
 
@@ -255,3 +256,22 @@ def test_only_results_are_loaded(tmp_path):
         path.write_text(text)
         with pytest.raises(results.BadResult, match=r"file\.json: expected a file that bench.run"):
             results.load(path)
+
+
+def test_an_mxfp4_layer_is_timed_beside_bfloat16(tmp_path, capsys):
+    path = tmp_path / "result.json"
+    size = ["--tokens", "1", "3", "--rows", "96", "--columns", "64", "--iterations", "2"]
+    assert mxfp4_bench.main([*size, "--implementation", "xla", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [(r["tokens"], r["who"]) for r in rows] == [
+        (1, "bfloat16"), (1, "xla"), (3, "bfloat16"), (3, "xla"),
+    ]  # fmt: skip
+    assert all(r["low_us"] <= r["median_us"] <= r["high_us"] for r in rows)
+    assert "3 x 64 x 96" in capsys.readouterr().out
+
+
+def test_a_wrong_mxfp4_product_has_no_speed(monkeypatch):
+    right = mxfp4_bench.matmul
+    monkeypatch.setattr(mxfp4_bench, "matmul", lambda *a, **k: right(*a, **k) + 1)
+    with pytest.raises(SystemExit, match="xla: wrong answer"):
+        mxfp4_bench.measure(1, 64, 64, ["xla"], 1)

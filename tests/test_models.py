@@ -1,6 +1,8 @@
 """Decoders against what transformers computes from the same files, by every way of reading them."""
 
 import dataclasses
+from types import MappingProxyType
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import tiny_models
 from jaxattn.errors import CheckpointError
 from jaxattn.kv_cache import PagedKVCache
 from jaxattn.metadata import extend_metadata
-from jaxattn.models import decoder, gemma3, llama
+from jaxattn.models import decoder, gemma3, layers, llama
 from jaxattn.models.config import Rope
 from jaxattn.models.layers import linear, rms_norm, rotate, rotation
 from jaxattn.models.load import load_model
@@ -19,8 +21,8 @@ from jaxattn.models.load import load_model
 PAGE_SIZE = 4
 
 
-def prefill_logits(model, ids, **metadata_options):
-    """Logits of all rows, over shuffled pages whose other slots hold NaN."""
+def prefill_logits(model, ids, options=MappingProxyType({}), **metadata_options):
+    """Logits of all rows, over shuffled pages whose other slots hold NaN; `options` are of attention."""
     config = model.program.config
     num_pages = 16
     window = metadata_options.pop("window", {})
@@ -49,7 +51,7 @@ def prefill_logits(model, ids, **metadata_options):
 
     @jax.jit
     def run(weights, cache, metadata):
-        hidden, cache = decoder.forward(config, weights, rows, cache, metadata)
+        hidden, cache = decoder.forward(config, weights, rows, cache, metadata, **options)
         return decoder.logits(weights, hidden), cache
 
     logits, cache = run(model.weights, cache, metadata)
@@ -61,6 +63,24 @@ def test_logits_equal_those_of_transformers(name):
     golden = tiny_models.golden(name)
     logits, _ = prefill_logits(tiny_models.load(name), tiny_models.prompt(name))
     np.testing.assert_allclose(logits, golden["logits"][0], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("llama_tiny", 1), ("gemma3_tiny", 2)])
+def test_kernels_share_a_plan_for_each_kind_of_layer(name, kinds, monkeypatch):
+    pytest.importorskip("triton")
+    from jaxattn.kernels.triton import attention
+
+    planned = mock.Mock(wraps=layers.make_plan)
+    monkeypatch.setattr(layers, "make_plan", planned)
+    alone = mock.Mock(side_effect=AssertionError("a layer made a schedule of its own"))
+    monkeypatch.setattr(attention, "_BACKEND", dataclasses.replace(attention._BACKEND, build_schedule=alone))
+    ids = tiny_models.prompt(name)
+    expected, _ = prefill_logits(tiny_models.load(name), ids)
+    assert not planned.called
+    logits, _ = prefill_logits(tiny_models.load(name), ids, {"implementation": "triton"})
+    assert planned.call_count == 1
+    assert len(planned.call_args.kwargs["sliding_windows"]) == kinds
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
 def test_cached_keys_and_values_equal_those_of_transformers():

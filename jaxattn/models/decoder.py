@@ -17,7 +17,7 @@ from jaxattn.kv_cache import PagedKVCache
 from jaxattn.metadata import AttentionMetadata
 from jaxattn.models.checkpoint import NamedTensors
 from jaxattn.models.config import DecoderConfig
-from jaxattn.models.layers import Weight, cached_attention, linear, rms_norm, rotate, rotation
+from jaxattn.models.layers import Weight, cached_attention, linear, rms_norm, rotate, rotation, share_plan
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -167,10 +167,19 @@ def forward(
         rope: rotation(positions, jnp.asarray(rope.inverse_frequencies()))
         for rope in {layer.rope for layer in config.layers}
     }
-    pools = {False: metadata} | ({True: metadata.for_window_pool()} if cache.window_layers else {})
-    slots = {in_window: pool.slots(num_tokens) for in_window, pool in pools.items()}
-
     x = weights.embedding[tokens]
+    q_rows = jax.ShapeDtypeStruct((num_tokens, config.num_heads, config.head_dim), x.dtype)
+    pools, slots = {}, {}
+    for in_window in (False, True) if cache.window_layers else (False,):
+        pool = metadata.for_window_pool() if in_window else metadata
+        windows = {
+            i: layer.sliding_window
+            for i, layer in enumerate(config.layers)
+            if (i in cache.window_layers) == in_window
+        }
+        pools[in_window] = share_plan(pool, q_rows, cache, windows, **options)
+        slots[in_window] = pool.slots(num_tokens)
+
     x = x * jnp.asarray(config.embedding_scale, x.dtype)
     for i, (layer, w) in enumerate(zip(config.layers, weights.layers, strict=True)):
         in_window = i in cache.window_layers

@@ -1,15 +1,18 @@
 """The layers that decoder models share: plain functions of arrays and weights."""
 
+import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int64, Num
 
-from jaxattn.attention import unified_attention
+from jaxattn.attention import candidates, unified_attention
 from jaxattn.kv_cache import PagedKVCache
 from jaxattn.metadata import AttentionMetadata
+from jaxattn.plan import PLANNED, make_plan
 
 
 class MatmulWeight(Protocol):
@@ -98,6 +101,45 @@ def rotate(
     cos, sin = cos[:, None, :], sin[:, None, :]
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate([*(t.astype(x.dtype) for t in turned), x[..., 2 * half :]], axis=-1)
+
+
+def share_plan(
+    metadata: AttentionMetadata,
+    q: jax.ShapeDtypeStruct,
+    cache: PagedKVCache,
+    windows: Mapping[int, int | None],
+    *,
+    implementation: str | Sequence[str] | None = None,
+    batch_invariant: bool = False,
+    **_others: Any,
+) -> AttentionMetadata:
+    """Plan a step once for all layers of a pool, where an implementation may run that reads a plan.
+
+    Args:
+        metadata: the batch, with the page tables of the pool.
+        q: shape `[T, H, D]` and dtype of the query rows of a layer.
+        cache: the cache of all layers.
+        windows: sliding window of each layer whose pages live in the pool.
+        implementation: as for `unified_attention`.
+        batch_invariant: as for `unified_attention`.
+        **_others: its other arguments, which no plan depends on.
+
+    Returns:
+        The metadata, with a plan if it had none.
+    """
+    reads_plan = not set(PLANNED).isdisjoint(candidates(implementation))
+    if metadata.plan is not None or not windows or 0 in q.shape or not reads_plan:
+        return metadata
+    layer = min(windows)
+    plan = make_plan(
+        metadata,
+        q,
+        cache.k[layer],
+        cache.v[layer],
+        sliding_windows=tuple(dict.fromkeys(windows.values())),
+        batch_invariant=batch_invariant,
+    )
+    return dataclasses.replace(metadata, plan=plan)
 
 
 def cached_attention(

@@ -14,7 +14,7 @@ from jaxattn.kv_cache import PagedKVCache
 from jaxattn.metadata import AttentionMetadata
 from jaxattn.models.delta_net import DeltaNetWeights, delta_net, delta_net_specs
 from jaxattn.models.hybrid_cache import HybridCache
-from jaxattn.models.layers import Weight, cached_attention, linear, rms_norm, rotate, rotation
+from jaxattn.models.layers import Weight, cached_attention, linear, rms_norm, rotate, rotation, share_plan
 from jaxattn.models.moe import MlpWeights, MoeWeights, gated_mlp, mlp_specs, moe, moe_specs
 from jaxattn.models.qwen3_5_config import LINEAR, HybridConfig
 from jaxattn.models.qwen3_5_config import config_from_hf as config_from_hf
@@ -157,6 +157,9 @@ def forward(
     turn = rotation(metadata.positions(num_tokens), jnp.asarray(config.rope.inverse_frequencies()))
     kv, states, pending = cache.kv, [], []
     x = weights.embedding[tokens]
+    q_rows = jax.ShapeDtypeStruct((num_tokens, config.num_heads, config.head_dim), x.dtype)
+    windows = dict.fromkeys(range(len(config.full_layers)))
+    metadata = share_plan(metadata, q_rows, kv, windows, **options)
     for i, w in enumerate(weights.layers):
         normalised = rms_norm(x, w.mixer_norm, config.rms_norm_eps)
         if config.layer_types[i] == LINEAR:
