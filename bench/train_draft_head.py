@@ -98,7 +98,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--report", help="a JSON file with the mean accepted lengths")
     parser.add_argument("--conversations", type=int, default=16384)
     parser.add_argument("--length", type=int, default=256, help="tokens in a conversation at most")
-    parser.add_argument("--rows", type=int, default=512, help="conversations written at a time")
+    parser.add_argument("--rows", type=int, default=2048, help="conversations written at a time")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=64, help="conversations in a training step")
     parser.add_argument("--learning-rate", type=float, default=1e-3)

@@ -1,5 +1,6 @@
 """Checks of the installed package; they pass from any folder, with the checkout or with only the wheel."""
 
+import importlib.resources
 import importlib.util
 import subprocess
 import sys
@@ -43,6 +44,12 @@ def test_kernels_is_no_top_level_package():
 
 def test_kernels_import_under_the_package():
     assert importlib.util.find_spec("jaxattn.kernels") is not None
+
+
+def test_tables_and_draft_heads_come_along():
+    folder = importlib.resources.files("jaxattn")
+    for name in ("kernels/tuning/default.json", "speculative/heads/llama-30x576-49152.safetensors"):
+        assert folder.joinpath(name).is_file(), name
 
 
 def test_decode_attends_over_a_page():

@@ -103,6 +103,10 @@ def test_greedy_text_is_that_of_transformers_and_drafts_change_only_the_passes(n
     assert drafted == tokens
     repeating = len(tokens) - 1
     assert mean_accepted_length([piece for piece in pieces if piece.sequence == repeating]) > 1.5
+    if name == "smollm2-135m":  # the model that the package brings a head for
+        drafted, pieces = generated(name, golden_name, "eagle")
+        assert drafted == tokens
+        assert mean_accepted_length([piece for piece in pieces if piece.sequence != repeating]) > 1.2
 
 
 def test_gemma_3_reads_past_its_window():
