@@ -118,8 +118,9 @@ def lines(result: dict):
         if "refused" in r:
             yield f"{head}  - {r['refused']}"
             continue
-        figures = [results.figure(r["gbps"]), results.figure(r["tflops"]), r["share"]]
-        rates = "{:>8}{:>9}{:>7.2f}".format(*figures) if r["kind"] != "step" else " " * 24
+        rates = " " * 24
+        if r["kind"] != "step":
+            rates = f"{results.figure(r['gbps']):>8}{results.figure(r['tflops']):>9}{r['share']:>7.2f}"
         ratios = " ".join(f"{ratio:.2f}x {other}" for other, ratio in r.get("ratios", {}).items())
         notes = "; ".join(filter(None, (ratios, r["settings"])))
         spread = f"{r['low_us']:.1f}..{r['high_us']:.1f}"

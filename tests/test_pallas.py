@@ -85,7 +85,7 @@ def test_a_gpu_gets_triton_else_pallas_else_xla_and_doctor_says_why(refused, cho
     assert [name for name, line in lines.items() if "the automatic choice" in line] == [chosen]
     assert all("not usable: no such luck" in lines[name] for name in refused)
     monkeypatch.setattr(attention, "_refusal", lambda problem, name: reasons[name])
-    assert attention._choose(None, attention._candidates(None)) == chosen
+    assert attention._choose(None, attention.candidates(None)) == chosen
 
 
 def abstract(arch: str):
