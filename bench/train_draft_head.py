@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from bench.draft_head.texts import write_conversations
 from bench.draft_head.training import Plan, train_head
@@ -35,15 +36,7 @@ def main() -> None:
     model = load_model(arguments.model)
     options = () if arguments.implementation is None else (("implementation", arguments.implementation),)
     say(f"{arguments.model} in {model.dtype} on {jax.devices()[0].device_kind}")
-    tokens, lengths = write_conversations(
-        model,
-        count=arguments.conversations,
-        length=arguments.length,
-        rows=arguments.rows,
-        seed=arguments.seed,
-        options=options,
-        progress=lambda what, done: say(f"{done} {what}"),
-    )
+    tokens, lengths = conversations(model, arguments, options, say)
     say(f"{int(lengths.sum())} tokens of text, for example:\n{model.codec.decode(tokens[0, : lengths[0]])}")
     plan = Plan(
         steps=arguments.steps,
@@ -65,6 +58,27 @@ def main() -> None:
     measured = measure(model, arguments.out, arguments.new_tokens, options, say)
     if arguments.report:
         Path(arguments.report).write_text(json.dumps(notes | {"mean_accepted_length": measured}, indent=1))
+
+
+def conversations(model, arguments, options, say):
+    """Texts of the model: those of `--texts` where that file is, else new ones, which it then holds."""
+    file = Path(arguments.texts) if arguments.texts else None
+    if file and file.exists():
+        with np.load(file) as texts:
+            return texts["tokens"], texts["lengths"]
+    tokens, lengths = write_conversations(
+        model,
+        count=arguments.conversations,
+        length=arguments.length,
+        rows=arguments.rows,
+        seed=arguments.seed,
+        options=options,
+        progress=lambda what, done: say(f"{done} {what}"),
+    )
+    if file:
+        with file.open("wb") as out:
+            np.savez_compressed(out, tokens=tokens, lengths=lengths)
+    return tokens, lengths
 
 
 def measure(model, head: str, new_tokens: int, options, say) -> dict[str, float]:
@@ -95,6 +109,9 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("model", help="a GGUF file, a folder, or a model known by name")
     parser.add_argument("out", help="the head, as safetensors")
+    parser.add_argument(
+        "--texts", help="an .npz file of conversations, written by the first run and read by others"
+    )
     parser.add_argument("--report", help="a JSON file with the mean accepted lengths")
     parser.add_argument("--conversations", type=int, default=16384)
     parser.add_argument("--length", type=int, default=256, help="tokens in a conversation at most")
