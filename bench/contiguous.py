@@ -78,12 +78,14 @@ def measure(source: str, context: int, repeats: int) -> dict[str, float]:
     )
 
     token = jnp.array([1])
-    compiled = functools.partial(jax.jit, donate_argnums=2)
-    runs = {"paged": [compiled(functools.partial(step, config)), paged_cache, paged]}
+
+    def compiled(cache, metadata):
+        function = jax.jit(functools.partial(step, config), donate_argnums=2)
+        return [function.lower(model.weights, token, cache, metadata).compile(), cache, metadata]
+
+    runs = {"paged": compiled(paged_cache, paged)}
     with mock.patch.object(decoder, "cached_attention", contiguous_attention):
-        function = compiled(functools.partial(step, config))
-        lowered = function.lower(model.weights, token, contiguous_cache, plain).compile()
-        runs["contiguous"] = [lowered, contiguous_cache, plain]
+        runs["contiguous"] = compiled(contiguous_cache, plain)
 
     logits, seconds = {}, {name: [] for name in runs}
     for _ in range(repeats):

@@ -114,10 +114,11 @@ def test_gemma_3_reads_past_its_window():
     assert len(case["prompt_ids"]) > 512 == load("gemma3-270m").program.config.layers[0].sliding_window
 
 
-def test_the_default_model_knows_the_capital_of_france(capsys, monkeypatch):
+@pytest.mark.parametrize("speculative", ["off", "eagle"])
+def test_the_default_model_knows_the_capital_of_france(speculative, capsys, monkeypatch):
     load("smollm2-135m")
     monkeypatch.setattr(console, "_keep_compiled_programs", lambda: None)
-    assert cli.main(["generate", "What is the capital of France?"]) == 0
+    assert cli.main(["generate", "--speculative", speculative, "What is the capital of France?"]) == 0
     captured = capsys.readouterr()
     assert captured.out == "The capital of France is Paris.\n"
     assert captured.err.startswith("7 tokens, ")

@@ -97,6 +97,7 @@ def forward(
     hidden: Float[Array, "T E"],
     cache: PagedKVCache,
     metadata: AttentionMetadata,
+    /,
     **options: Any,
 ) -> tuple[Float[Array, "T E"], PagedKVCache]:
     """Hidden states, after the module's norm, that predict what follows `tokens`.

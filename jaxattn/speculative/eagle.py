@@ -84,6 +84,7 @@ def forward(
     hidden: Float[Array, "T E"],
     cache: PagedKVCache,
     metadata: AttentionMetadata,
+    /,
     **options: Any,
 ) -> tuple[Float[Array, "T E"], PagedKVCache]:
     """Hidden states that predict what follows `tokens`, and the head's cache.
