@@ -222,9 +222,10 @@ def test_a_plan_made_once_changes_nothing(kernels, name):
     planned = dataclasses.replace(problem, metadata=dataclasses.replace(problem.metadata, plan=made))
     if kernels == "triton":
         assert "schedule_kernel" not in {call.kernel.__name__ for call in launches_of(planned)}
-    for a, b in zip(cases.run(problem, kernels), cases.run(planned, kernels), strict=True):
-        # XLA compiles what Pallas interprets anew in each program, with roundings of its own.
-        np.testing.assert_allclose(a, b, rtol=1e-6 if kernels == "pallas" else 0)
+    (out, lse), (planned_out, planned_lse) = cases.run(problem, kernels), cases.run(planned, kernels)
+    assert np.array_equal(out, planned_out)
+    # XLA compiles what Pallas interprets anew in each program, with a rounding of its own in the logarithm.
+    np.testing.assert_allclose(lse, planned_lse, rtol=1e-6 if kernels == "pallas" else 0)
 
 
 @needs_triton
