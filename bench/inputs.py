@@ -31,10 +31,13 @@ class Inputs:
 
 
 def rotations(shape: Shape) -> int:
-    """Copies of K and V that a timed program walks over: four L2 caches on a GPU; a CPU keeps its caches warm."""
-    if shape.kind == "prefill" or jax.default_backend() == "cpu":
-        return 1
-    return max(1, math.ceil(4 * L2_BYTES / shape.kv_bytes))
+    """Copies of K and V that a timed program walks over; prefill is bound by arithmetic and needs one."""
+    return 1 if shape.kind == "prefill" else copies_past_l2(shape.kv_bytes)
+
+
+def copies_past_l2(size: float) -> int:
+    """Copies of so many bytes that fill four L2 caches; a CPU keeps its caches warm."""
+    return 1 if jax.default_backend() == "cpu" else max(1, math.ceil(4 * L2_BYTES / size))
 
 
 @functools.partial(jax.jit, static_argnames=("dims", "dtype", "scale"))

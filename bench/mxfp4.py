@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import environment
-from bench.inputs import L2_BYTES, draw
+from bench.inputs import copies_past_l2, draw
 from bench.run import positive
 from bench.timing import Timing, device_time
 from jaxattn.quantization import Mxfp4Weight
@@ -46,8 +45,8 @@ class Layers:
 
 
 def make_layers(tokens: int, rows: int, columns: int) -> Layers:
-    """Draw as many copies as walk over four L2 caches."""
-    copies = 1 if jax.default_backend() == "cpu" else max(1, math.ceil(4 * L2_BYTES / (rows * columns / 2)))
+    """Draw as many copies as no L2 cache holds."""
+    copies = copies_past_l2(rows * columns / 2)
     keys = jax.random.split(jax.random.key(0, impl="rbg"), 2 * copies)
     weights = [Mxfp4Weight.from_array(draw(key, (rows, columns), "bfloat16", 0.02)) for key in keys[:copies]]
     return Layers([draw(key, (tokens, columns), "bfloat16") for key in keys[copies:]], weights)
@@ -57,18 +56,14 @@ def measure(tokens: int, rows: int, columns: int, implementations, iterations: i
     """A row for bfloat16 and one for each implementation."""
     layers = make_layers(tokens, rows, columns)
     packed = [(w.packed, w.scale) for w in layers.weights]
-    entrants = {
-        name: (
-            lambda x, w, name=name: matmul(x, *w, rows, implementation=name),
-            packed,
-            columns * rows * 17 / 32,
-        )
-        for name in implementations
-    }
     dense = [w.dequantize(jnp.bfloat16) for w in layers.weights]
     found = [_time("bfloat16", dot, dense, 2 * columns * rows, layers, iterations)]
-    for name, (product, weights, size) in entrants.items():
-        found.append(_time(name, product, weights, size, layers, iterations))
+    for name in implementations:
+
+        def product(x, weight, name=name):
+            return matmul(x, *weight, rows, implementation=name)
+
+        found.append(_time(name, product, packed, columns * rows * 17 / 32, layers, iterations))
         found[-1]["ratio"] = found[0]["median_us"] / found[-1]["median_us"]
     return [{"tokens": tokens, "rows": rows, "columns": columns, **row} for row in found]
 
