@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int64, UInt64
 
 from jaxattn.index64 import take_or_padding
+from jaxattn.kernels import _products
 from jaxattn.problem import AttentionProblem
 
 
@@ -144,13 +145,7 @@ def masked_scores(
     problem: AttentionProblem, rows: QueryRows, q: Float32[Array, "B K G Q D"], tile: KeyTile
 ) -> Float32[Array, "B K G Q L"]:
     """Score each query row against each key of the tile; `-inf` where the row does not see the key."""
-    rows_of_head = q.reshape(*q.shape[:2], -1, q.shape[4])  # [B, K, G*Q, D]
-    # Keys on the left: XLA's CPU product is faster that way round.
-    contract_d_for_each_head = (((3,), (3,)), ((0, 2), (0, 1)))
-    scores = jax.lax.dot_general(
-        tile.k, rows_of_head, contract_d_for_each_head, precision=jax.lax.Precision.HIGHEST
-    )  # [B, K, L, G*Q]
-    scores = scores.swapaxes(2, 3).reshape(*q.shape[:4], -1)
+    scores = _products.scores(q, tile.k)
     if problem.softcap is not None:
         cap = jnp.float32(problem.softcap)
         scores = cap * jnp.tanh(scores / cap)

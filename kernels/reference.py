@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Num
 
-from jaxattn.kernels import _blocks, _output
+from jaxattn.kernels import _blocks, _output, _products
 from jaxattn.problem import AttentionProblem
 
 
@@ -32,6 +32,6 @@ def run(problem: AttentionProblem) -> tuple[Num[Array, "T H Dv"], Float32[Array,
     scores = _blocks.masked_scores(problem, rows, _blocks.scaled_queries(problem, rows), keys)
     maximum = jax.lax.stop_gradient(scores.max(axis=-1))
     weights = jnp.exp(scores - _output.finite_or_zero(maximum)[..., None])
-    weighted = jnp.einsum("bkgql,blkd->bkgqd", weights, keys.v, precision=jax.lax.Precision.HIGHEST)
+    weighted = _products.weighted_values(weights, keys.v)
     out, lse = _output.finish(problem, maximum, weights.sum(axis=-1), weighted)
     return _output.to_tokens(problem, sequences, out, lse)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float32, Int64, Num
 
 from jaxattn.errors import UnsupportedError
 from jaxattn.index64 import cdiv
-from jaxattn.kernels import _blocks, _output
+from jaxattn.kernels import _blocks, _output, _products
 from jaxattn.problem import AttentionProblem
 
 BLOCK_ROWS = 64
@@ -123,7 +123,7 @@ def _attend_rows(
         shift = _output.finite_or_zero(new_maximum)
         weights = jnp.exp(scores - shift[..., None])
         rescale = jnp.exp(maximum - shift)
-        values = jnp.einsum("bkgql,blkd->bkgqd", weights, keys.v, precision=jax.lax.Precision.HIGHEST)
+        values = _products.weighted_values(weights, keys.v)
         return (
             new_maximum,
             total * rescale + weights.sum(axis=-1),
