@@ -9,14 +9,18 @@ import numpy as np
 
 from jaxattn.models.load import Model
 from jaxattn.speculative import (
+    Admission,
     DecoderState,
     Drafting,
     ProgramTarget,
     SpeculativeDecoder,
     Weights,
-    admit,
+    admit_all,
     empty_state,
 )
+
+# Prompt tokens of a pass, enough to keep a GPU busy.
+PREFILL_CHUNK = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +59,10 @@ class Engine:
         sampled: bool = False,
     ):
         self.decoder = SpeculativeDecoder(
-            target=ProgramTarget(model.program, options),
+            target=ProgramTarget(model.program, options, drafting.features),
             drafter=drafting.drafter,
             sampled=sampled,
-            prefill_chunk=min(1024, rows * max_context_len),
+            prefill_chunk=min(PREFILL_CHUNK, rows * max_context_len),
         )
         self.weights = Weights(model.weights, drafting.weights)
         self.stop_tokens = sorted(model.codec.stop_ids) if model.codec is not None else ()
@@ -92,16 +96,16 @@ class Engine:
 
     def prefilled(self, batch: Sequence[Request]) -> DecoderState:
         """The state in which every request of a batch has its first token; the engine gives its own away."""
-        state = self._state
-        for row, request in enumerate(batch):
-            state = admit(
-                state,
-                row,
-                request.prompt,
+        admissions = {
+            row: Admission(
+                prompt=request.prompt,
                 max_new_tokens=request.max_new_tokens,
                 pages=self.pages[row],
                 stop_tokens=self.stop_tokens,
                 temperature=request.temperature,
                 seed=request.seed,
             )
+            for row, request in enumerate(batch)
+        }
+        state = admit_all(self._state, admissions)
         return self.decoder.prefill(self.weights, state)

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from bench.draft_head.texts import write_conversations
+from bench.draft_head.texts import Conversations, write_conversations
 from bench.draft_head.training import Plan, train_head
 from bench.requests import Engine, Request, mean_accepted_length
 from bench.speculative import encoded_prompts
@@ -36,22 +36,22 @@ def main() -> None:
     model = load_model(arguments.model)
     options = () if arguments.implementation is None else (("implementation", arguments.implementation),)
     say(f"{arguments.model} in {model.dtype} on {jax.devices()[0].device_kind}")
-    tokens, lengths = conversations(model, arguments, options, say)
-    say(f"{int(lengths.sum())} tokens of text, for example:\n{model.codec.decode(tokens[0, : lengths[0]])}")
+    texts = conversations(model, arguments, options, say)
+    count = int(texts.lengths.sum())
+    say(f"{count} tokens of text, for example:\n{model.codec.decode(texts.tokens[0, : texts.lengths[0]])}")
     plan = Plan(
         steps=arguments.steps,
         batch=arguments.batch,
+        held_out=arguments.held_out,
         learning_rate=arguments.learning_rate,
         warmup=min(100, arguments.steps),
         seed=arguments.seed,
     )
-    notes = {"trained_on": f"{int(lengths.sum())} tokens of {Path(arguments.model).name}'s own text"}
+    notes = {"trained_on": f"{count} tokens of {Path(arguments.model).name}'s own text"}
     notes |= {"plan": json.dumps(dataclasses.asdict(plan))}
     Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
     # What a run leaves that ends early says so by the steps of its plan.
-    head = train_head(
-        model, tokens, lengths, plan, options, say, lambda head: save_head(arguments.out, head, notes)
-    )
+    head = train_head(model, texts, plan, options, say, lambda head: save_head(arguments.out, head, notes))
     save_head(arguments.out, head, notes)
     say(f"wrote {arguments.out}, {Path(arguments.out).stat().st_size} bytes")
 
@@ -60,13 +60,13 @@ def main() -> None:
         Path(arguments.report).write_text(json.dumps(notes | {"mean_accepted_length": measured}, indent=1))
 
 
-def conversations(model, arguments, options, say):
+def conversations(model, arguments, options, say) -> Conversations:
     """Texts of the model: those of `--texts` where that file is, else new ones, which it then holds."""
     file = Path(arguments.texts) if arguments.texts else None
     if file and file.exists():
-        with np.load(file) as texts:
-            return texts["tokens"], texts["lengths"]
-    tokens, lengths = write_conversations(
+        with np.load(file) as arrays:
+            return Conversations(**arrays)
+    texts = write_conversations(
         model,
         count=arguments.conversations,
         length=arguments.length,
@@ -77,8 +77,8 @@ def conversations(model, arguments, options, say):
     )
     if file:
         with file.open("wb") as out:
-            np.savez_compressed(out, tokens=tokens, lengths=lengths)
-    return tokens, lengths
+            np.savez_compressed(out, **texts._asdict())
+    return texts
 
 
 def measure(model, head: str, new_tokens: int, options, say) -> dict[str, float]:
@@ -113,11 +113,12 @@ def _parse() -> argparse.Namespace:
         "--texts", help="an .npz file of conversations, written by the first run and read by others"
     )
     parser.add_argument("--report", help="a JSON file with the mean accepted lengths")
-    parser.add_argument("--conversations", type=int, default=16384)
+    parser.add_argument("--conversations", type=int, default=32768)
     parser.add_argument("--length", type=int, default=256, help="tokens in a conversation at most")
     parser.add_argument("--rows", type=int, default=2048, help="conversations written at a time")
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--batch", type=int, default=64, help="conversations in a training step")
+    parser.add_argument("--steps", type=int, default=10000)
+    parser.add_argument("--batch", type=int, default=32, help="conversations in a training step")
+    parser.add_argument("--held-out", type=int, default=256, help="conversations to measure the head with")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--new-tokens", type=int, default=200, help="per held-out prompt")
     parser.add_argument("--seed", type=int, default=0)
@@ -126,6 +127,7 @@ def _parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.smoke:
         toy = {"conversations": 8, "length": 128, "rows": 4, "steps": 4, "batch": 2, "new_tokens": 8}
+        toy["held_out"] = 2
         vars(arguments).update(toy)
     return arguments
 

@@ -260,7 +260,7 @@ def bucket(size: int, least: int) -> int:
 
 def _run(model: Model, batch: Batch, drafting: Drafting, options: GenerationOptions) -> Iterator[Piece]:
     decoder = SpeculativeDecoder(
-        target=ProgramTarget(model.program, options.attention),
+        target=ProgramTarget(model.program, options.attention, drafting.features),
         drafter=drafting.drafter,
         sampled=options.temperature > 0,
         prefill_chunk=min(bucket(sum(map(len, batch.prompts)), least=16), options.chunk_size),

@@ -11,10 +11,12 @@ from toy_decoder import VOCAB, WINDOW, plain_logits, plain_text, program, setup
 
 from jaxattn import PagedKVCache, ancestor_bits
 from jaxattn.speculative import (
+    Admission,
     ModelDrafter,
     NgramDrafter,
     ProgramDraft,
     SamplingParams,
+    admit_all,
     compact_accepted,
     draw,
     grant,
@@ -256,3 +258,23 @@ def test_drafts_drawn_from_the_target_itself_are_all_accepted(drafter):
     assert texts[2] == text(2, 30)[:25]
     logits = [plain_logits(PROMPTS[0] + texts[0][:i]) for i in range(25)]
     assert np.mean([row.argmax() == token for row, token in zip(logits, texts[0], strict=True)]) < 0.9
+
+
+def test_several_requests_enter_at_once_as_they_would_one_by_one():
+    prompts = ([3, 1, 4, 1, 5], [9, 2, 6])
+    options = [{"max_new_tokens": 6 + row, "temperature": 0.5 * row, "seed": row} for row in range(2)]
+    single, together = (setup(NgramDrafter(num_draft_tokens=3), rows=2) for _ in range(2))
+    for row, prompt in enumerate(prompts):
+        single.admit(row, prompt, **options[row])
+    admissions = {
+        row: Admission(prompt=prompt, pages=together.pages[row], **options[row])
+        for row, prompt in enumerate(prompts)
+    }
+    state = admit_all(together.state, admissions)
+    for one, other in zip(jax.tree.leaves(single.state), jax.tree.leaves(state), strict=True):
+        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
+        np.testing.assert_array_equal(one, other)
+    admissions[1] = dataclasses.replace(admissions[1], prompt=[])
+    with pytest.raises(ValueError, match="prompt: expected at least one token"):
+        admit_all(together.state, admissions)

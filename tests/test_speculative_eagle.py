@@ -10,7 +10,9 @@ import tiny_models
 from test_speculative_drafting import log_softmax
 from toy_decoder import VOCAB, WIDTH, program, setup, weights
 
+from bench.draft_head import questions, training
 from bench.requests import Engine, Request
+from bench.speculative import PROMPTS as PROMPTS_OF_BENCH
 from jaxattn import CheckpointError, extend_metadata
 from jaxattn.models import decoder
 from jaxattn.speculative import ModelDrafter, Weights, drafting_for, eagle
@@ -31,7 +33,7 @@ def random_head(seed=0, config=None, target=None):
 
 
 def run_of(drafter, **options):
-    run = setup(drafter, rows=2, page_size=4, **options)
+    run = setup(drafter, rows=2, page_size=4, features=eagle.features(program().config), **options)
     shared = eagle.EagleWeights.share(random_head(), weights())
     run.weights = Weights(weights(), shared)
     pages = run.state.cache.k[0].shape[0]
@@ -55,9 +57,11 @@ def one_sequence(length):
 @jax.jit
 def target_hidden(tokens, length):
     cache = decoder.allocate_cache(program().config, num_pages=1, page_size=LENGTH, dtype=jnp.float32)
-    return decoder.forward(
-        program().config, weights(), tokens, cache, one_sequence(length), implementation="reference"
-    )[0]
+    config, features = program().config, eagle.features(program().config)
+    hidden, _ = decoder.forward(
+        config, weights(), tokens, cache, one_sequence(length), features=features, implementation="reference"
+    )
+    return eagle.fuse(config, random_head(), hidden)
 
 
 @jax.jit
@@ -177,3 +181,46 @@ def test_a_head_of_other_sizes_is_refused_by_name(tmp_path):
         eagle.load_head(tmp_path / "cut.safetensors", config)
     with pytest.raises(CheckpointError, match="no draft head for llama-1x32-24"):
         eagle.find_head(config)
+
+
+def test_a_target_without_features_is_refused():
+    run = run_of(ModelDrafter(model=DRAFT, num_draft_tokens=3))
+    run.decoder = dataclasses.replace(
+        run.decoder, target=dataclasses.replace(run.decoder.target, features=())
+    )
+    run.admit(0, PROMPTS[0], max_new_tokens=4)
+    with pytest.raises(
+        ValueError, match=r"expected width 64, the target's 32 with the inputs of layers \(0,\)"
+    ):
+        run.write()
+
+
+def test_the_slope_of_the_training_loss_is_its_derivative(monkeypatch):
+    monkeypatch.setattr(training, "LOGITS_ROWS", 4)
+    rng = np.random.default_rng(0)
+    outputs = jnp.asarray(rng.standard_normal((10, 3, WIDTH)), jnp.float32)
+    target = jnp.asarray(rng.standard_normal((10, WIDTH)), jnp.float32)
+    counts = jnp.asarray(rng.random((10, 3)) < 0.6)
+
+    def logits(hidden):
+        return program().logits(weights(), hidden.reshape(-1, WIDTH)).reshape(*hidden.shape[:-1], VOCAB)
+
+    def plain(outputs):
+        wanted = jax.nn.softmax(logits(target))[:, None]
+        cross = -jnp.sum(wanted * jax.nn.log_softmax(logits(outputs)), axis=-1)
+        return jnp.mean(jnp.sum(cross * counts, axis=0) / jnp.sum(counts, axis=0))
+
+    def sliced(outputs):
+        return training._compare(program(), weights(), outputs, target, counts)[0]
+
+    value, slope = jax.value_and_grad(sliced)(outputs)
+    expected, expected_slope = jax.value_and_grad(plain)(outputs)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(slope, expected_slope, rtol=1e-4, atol=1e-7)
+
+
+def test_no_question_of_the_training_is_one_that_is_measured_with():
+    rng = np.random.default_rng(0)
+    asked = {questions.ask(rng) for _ in range(20000)}
+    assert len(asked) > 10000
+    assert not asked & set(PROMPTS_OF_BENCH)

@@ -151,11 +151,12 @@ def setup(
     context=64,
     draft_noise=0.0,
     implementation="reference",
+    features=(),
     **options,
 ):
     """Caches are full of NaN; page 0 belongs to nobody."""
     model = program(windows)
-    target = ProgramTarget(model, (("implementation", implementation),))
+    target = ProgramTarget(model, (("implementation", implementation),), features)
     loop = SpeculativeDecoder(target=target, drafter=drafter, prefill_chunk=16, **options)
     width = -(-(context + loop.lookahead) // page_size)
     in_window = tuple(i for i, window in enumerate(windows) if window)

@@ -1,9 +1,11 @@
-"""Conversations that the target writes itself: it makes up what a user asks, then answers."""
+"""Conversations that the target writes itself: it answers what it makes up itself, and what people may ask."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
+from bench.draft_head.questions import ask
 from bench.requests import Engine, Request
 from jaxattn.models.chat import render_chat
 from jaxattn.models.load import Model
@@ -11,7 +13,25 @@ from jaxattn.speculative import drafting_for
 
 _MARK = "\u2402"
 QUESTION_TOKENS = 64
-ANSWER_TEMPERATURES = (0.0, 0.7)
+ANSWER_TEMPERATURES = (0.0, 0.0, 0.7)
+
+
+class Conversations(NamedTuple):
+    """Texts of the target.
+
+    Attributes:
+        tokens: ids, `[count, length]`.
+        lengths: how many of each row are text.
+        starts: where in each row the answer begins.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    starts: np.ndarray
+
+    def take(self, rows) -> "Conversations":
+        """Some of them."""
+        return Conversations(*(array[rows] for array in self))
 
 
 def write_conversations(
@@ -23,26 +43,26 @@ def write_conversations(
     seed: int,
     options: tuple = (),
     progress: Callable[[str, int], None] = lambda what, done: None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids `[count, length]` of conversations, and how many of each row are text."""
+) -> Conversations:
+    """Let the target answer `count` questions, every second of which it makes up itself."""
     before, after = _chat_frame(model)
     engine = Engine(
-        model,
-        drafting_for("ngram", model),
-        rows=rows,
-        max_context_len=length,
-        options=options,
-        sampled=True,
-    )
-    questions = engine.answer(
-        [Request(before, QUESTION_TOKENS, 1.0, seed + i) for i in range(count)],
-        lambda done: progress("questions", done),
+        model, drafting_for("off", model), rows=rows, max_context_len=length, options=options, sampled=True
     )
     stops = model.codec.stop_ids
-    prompts = [[*before, *(t for t in q.tokens if t not in stops), *after] for q in questions]
+    made_up = engine.answer(
+        [Request(before, QUESTION_TOKENS, 1.0, seed + i) for i in range(count // 2)],
+        lambda done: progress("questions", done),
+    )
+    questions = [[t for t in question.tokens if t not in stops] for question in made_up]
+    rng = np.random.default_rng(seed)
+    questions += [
+        model.codec.encode(ask(rng), add_special_tokens=False) for _ in range(count - len(questions))
+    ]
+    prompts = [[*before, *question, *after] for question in questions]
     answers = engine.answer(
         [
-            Request(p, length - len(p), ANSWER_TEMPERATURES[i % 2], seed + count + i)
+            Request(p, length - len(p), ANSWER_TEMPERATURES[i % len(ANSWER_TEMPERATURES)], seed + count + i)
             for i, p in enumerate(prompts)
         ],
         lambda done: progress("answers", done),
@@ -51,7 +71,7 @@ def write_conversations(
     for row, (prompt, reply) in enumerate(zip(prompts, answers, strict=True)):
         text = [*prompt, *reply.tokens]
         tokens[row, : len(text)], lengths[row] = text, len(text)
-    return tokens, lengths
+    return Conversations(tokens, lengths, np.array([len(p) for p in prompts], np.int32))
 
 
 def _chat_frame(model: Model) -> tuple[list[int], list[int]]:

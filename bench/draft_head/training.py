@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.draft_head.texts import Conversations
 from jaxattn.index64 import index64
 from jaxattn.metadata import AttentionMetadata
 from jaxattn.models.load import Model
@@ -27,11 +28,13 @@ class Plan:
         steps: of the optimiser.
         batch: conversations in a step.
         draft_steps: how many drafts the head makes from its own hidden states; each is trained.
+        held_out: conversations, a multiple of `batch`, that are not trained on but measured with at the end.
         learning_rate: the highest; it rises for `warmup` steps and falls along a cosine.
     """
 
-    steps: int = 3000
-    batch: int = 64
+    steps: int = 10000
+    batch: int = 32
+    held_out: int = 0
     draft_steps: int = 3
     learning_rate: float = 1e-3
     warmup: int = 100
@@ -43,66 +46,70 @@ class Plan:
 
 def train_head(
     model: Model,
-    tokens: np.ndarray,
-    lengths: np.ndarray,
+    texts: Conversations,
     plan: Plan,
     options=(),
     report=print,
     keep: Callable[[eagle.EagleHead], None] = lambda head: None,
 ):
-    """Train a head on `tokens [N, L]`, of which `lengths [N]` count, and return it in float32.
+    """Train a head on the answers of `texts` and return it in float32.
 
-    Every hundred steps `keep` gets the head as it is then.
+    The last `plan.held_out` conversations are not trained on; every hundred steps `keep` gets the head as it is then.
     """
     head = eagle.init_head(model.program.config, model.weights, jax.random.key(plan.seed))
     moments = jax.tree.map(jnp.zeros_like, (head, head))
     rng = np.random.default_rng(plan.seed)
-    order = np.concatenate(
-        [rng.permutation(len(tokens)) for _ in range(plan.steps * plan.batch // len(tokens) + 1)]
-    )
+    trained = len(texts.tokens) - plan.held_out
+    rounds = range(plan.steps * plan.batch // trained + 1)
+    order = np.concatenate([rng.permutation(trained) for _ in rounds])
     for step in range(plan.steps):
-        chosen = order[step * plan.batch : (step + 1) * plan.batch]
-        head, moments, measured = _train_step(
-            model.program,
-            plan,
-            options,
-            model.weights,
-            head,
-            moments,
-            tokens[chosen],
-            lengths[chosen],
-            np.int32(step),
-        )
-        if step % 50 == 0 or step + 1 == plan.steps:
-            loss, agreement = jax.device_get(measured)
-            report(f"step {step}: loss {loss:.4f}, agreement by draft step {np.round(agreement, 3).tolist()}")
+        chosen = texts.take(order[step * plan.batch : (step + 1) * plan.batch])
+        state = (head, moments, chosen, np.int32(step))
+        head, moments, measured = _train_step(model.program, plan, options, model.weights, *state)
+        if step % 100 == 0 or step + 1 == plan.steps:
+            report(f"step {step}: {_described(measured)}")
         if step % 100 == 99:
             keep(head)
+    if plan.held_out:
+        measured = [
+            _evaluate(model.program, plan, options, model.weights, head, texts.take(rows))
+            for rows in np.split(np.arange(trained, len(texts.tokens)), plan.held_out // plan.batch)
+        ]
+        report(f"held out: {_described(jax.tree.map(lambda *values: sum(values) / len(values), *measured))}")
     return head
 
 
+def _described(measured) -> str:
+    loss, agreement = jax.device_get(measured)
+    return f"loss {loss:.4f}, agreement by draft step {np.round(agreement, 3).tolist()}"
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
-def _train_step(program, plan, options, weights, head, moments, tokens, lengths, step):
-    loss = functools.partial(
-        draft_loss, program, plan.draft_steps, options, weights, tokens=tokens, lengths=lengths
-    )
+def _train_step(program, plan, options, weights, head, moments, texts, step):
+    loss = functools.partial(draft_loss, program, plan.draft_steps, options, weights, texts=texts)
     (value, agreement), gradient = jax.value_and_grad(loss, has_aux=True)(head)
     head, moments = _adamw(plan, head, moments, gradient, step)
     return head, moments, (value, agreement)
 
 
-def draft_loss(program, draft_steps: int, options, weights, head, *, tokens, lengths):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _evaluate(program, plan, options, weights, head, texts):
+    return draft_loss(program, plan.draft_steps, options, weights, head, texts=texts)
+
+
+def draft_loss(program, draft_steps: int, options, weights, head, *, texts: Conversations):
     """Cross-entropy of the head's distributions against the target's, and how often their first choices agree.
 
     Draft step k at position i has seen the text up to token i + 1 + k, of which the last k + 1 through its own
     hidden states. All steps of a conversation are nodes of one tree, so that each sees what it would see in decoding.
+    Only what the target says of its answers counts.
     """
-    sequences, length = tokens.shape
-    target_hidden = _target_hidden(program, options, weights, tokens, lengths)
+    sequences, length = texts.tokens.shape
+    target_hidden = _target_hidden(program, options, weights, texts)
     shared = eagle.EagleWeights.share(head, weights)
-    hidden, inputs, outputs = target_hidden[:, None], [], []
+    hidden, inputs, outputs = eagle.fuse(program.config, shared.module, target_hidden)[:, None], [], []
     for k in range(draft_steps):
-        inputs.append(jnp.roll(tokens, -(1 + k), axis=1))
+        inputs.append(jnp.roll(texts.tokens, -(1 + k), axis=1))
         rows = (k + 1) * length
         out, _ = eagle.forward(
             program.config,
@@ -114,52 +121,73 @@ def draft_loss(program, draft_steps: int, options, weights, head, *, tokens, len
             implementation="reference",
         )
         out = out.reshape(sequences, k + 1, length, -1)
-        outputs.append(out[:, k])
+        # Where the target says the same: of token i + 1 + k.
+        outputs.append(jnp.roll(out[:, k], 1 + k, axis=1).reshape(sequences * length, -1))
         hidden = jnp.concatenate([hidden, out[:, k:]], axis=1)
     position = jnp.arange(length, dtype=jnp.int32)
-    losses, agreements = [], []
-    for k, out in enumerate(outputs):
-        known = position + 1 + k < lengths[:, None]
-        teacher = jnp.roll(target_hidden, -(1 + k), axis=1)
-        loss, agreed = _compare(program, weights, shared, out, teacher, known)
-        losses.append(loss)
-        agreements.append(agreed)
-    return sum(losses) / draft_steps, jnp.stack(agreements)
+    said = (position + 1 >= texts.starts[:, None]) & (position < texts.lengths[:, None])
+    counts = [(said & (position > k)).reshape(-1) for k in range(draft_steps)]
+    return _compare(
+        program,
+        weights,
+        jnp.stack(outputs, axis=1),
+        target_hidden.reshape(sequences * length, -1),
+        jnp.stack(counts, axis=1),
+    )
 
 
-def _compare(program, weights, shared, out, teacher, known):
-    """Mean cross-entropy and agreement over the known rows, a slice of rows of logits at a time."""
-    width = out.shape[-1]
-    rows = min(LOGITS_ROWS, known.size)
-    slices = -(-known.size // rows)
-    padding = slices * rows - known.size
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _compare(program, weights, outputs, target_hidden, counts):
+    """Mean cross-entropy of `outputs [rows, steps, E]` over the rows that count, and agreement by draft step."""
+    return _compare_slices(program, weights, outputs, target_hidden, counts)[0]
 
-    def cut(x, *shape):
-        x = x.reshape(known.size, *shape)
-        return jnp.pad(x, ((0, padding), *((0, 0) for _ in shape))).reshape(slices, rows, *shape)
 
-    @jax.checkpoint
-    def compare(out, teacher, known):
-        wanted = jax.lax.stop_gradient(program.logits(weights, teacher))
-        drafted = eagle.logits(shared, out)
-        cross = -jnp.sum(jax.nn.softmax(wanted) * jax.nn.log_softmax(drafted), axis=-1)
+def _compare_slices(program, weights, outputs, target_hidden, counts):
+    """The value of `_compare` and its slope along `outputs`, a slice of rows at a time: no logits are kept."""
+    total, steps = counts.shape
+    rows = min(LOGITS_ROWS, total)
+    number = -(-total // rows)
+    share = 1 / (steps * jnp.maximum(jnp.sum(counts, axis=0), 1))
+    head = weights.embedding if weights.head is None else weights.head
+
+    def compare(part):
+        outputs, target_hidden, counts = part
+        wanted = jax.nn.softmax(program.logits(weights, target_hidden))[:, None]  # [rows, 1, V]
+        drafted = program.logits(weights, outputs.reshape(rows * steps, -1)).reshape(rows, steps, -1)
+        cross = jax.nn.logsumexp(drafted, axis=-1) - jnp.sum(wanted * drafted, axis=-1)
         agreed = jnp.argmax(wanted, axis=-1) == jnp.argmax(drafted, axis=-1)
-        return jnp.sum(jnp.where(known, cross, 0)), jnp.sum(agreed & known)
+        pull = (jax.nn.softmax(drafted) - wanted) * (counts * share)[..., None]
+        pull = pull.reshape(rows * steps, -1).astype(head.dtype)
+        slope = jnp.dot(pull, head, preferred_element_type=jnp.float32)
+        return jnp.sum(cross * counts * share), jnp.sum(agreed & counts, axis=0), slope.reshape(outputs.shape)
 
-    parts = jax.lax.map(lambda x: compare(*x), (cut(out, width), cut(teacher, width), cut(known)))
-    return tuple(jnp.sum(part) / jnp.maximum(jnp.sum(known), 1) for part in parts)
+    def cut(x):
+        x = jnp.pad(x, ((0, number * rows - total), *((0, 0) for _ in x.shape[1:])))
+        return x.reshape(number, rows, *x.shape[1:])
+
+    loss, agreed, slope = jax.lax.map(compare, (cut(outputs), cut(target_hidden), cut(counts)))
+    agreement = jnp.sum(agreed, axis=0) / jnp.maximum(jnp.sum(counts, axis=0), 1)
+    slope = slope.reshape(number * rows, steps, -1)[:total].astype(outputs.dtype)
+    return (jnp.sum(loss), agreement), slope
 
 
-def _target_hidden(program, options, weights, tokens, lengths):
-    """The target's hidden states of every token, which no gradient goes through."""
-    sequences, length = tokens.shape
-    metadata = _tree_metadata(sequences, length, 1)
+def _pull_back(program, slope, cotangents):
+    return None, cotangents[0].astype(slope.dtype) * slope, None, None
+
+
+_compare.defvjp(_compare_slices, _pull_back)
+
+
+def _target_hidden(program, options, weights, texts):
+    """The target's hidden states and features of every token, which no gradient goes through."""
+    sequences, length = texts.tokens.shape
     hidden, _ = program.forward(
         program.config,
         weights,
-        tokens.reshape(-1),
+        texts.tokens.reshape(-1),
         program.allocate_cache(program.config, **_pool(sequences, length), dtype=weights.embedding.dtype),
-        metadata,
+        _tree_metadata(sequences, length, 1),
+        features=eagle.features(program.config),
         **dict(options),
     )
     return jax.lax.stop_gradient(hidden.reshape(sequences, length, -1))

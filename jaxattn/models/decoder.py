@@ -148,6 +148,8 @@ def forward(
     cache: PagedKVCache,
     metadata: AttentionMetadata,
     /,
+    *,
+    features: tuple[int, ...] = (),
     **options: Any,
 ) -> tuple[Float[Array, "T E"], PagedKVCache]:
     """Hidden states of this call's tokens after the final norm, and the cache with their keys and values.
@@ -159,6 +161,8 @@ def forward(
         cache: donate it.
         metadata: the batch, in any forward mode. Where `cache.window_layers` is not empty it needs the tables of
             the window pool.
+        features: layers, ascending, whose inputs follow the hidden states: `[T, (1 + features) * E]`. `logits`
+            takes both forms.
         **options: further arguments of `unified_attention`: `implementation`, `batch_invariant`, `config`.
     """
     num_tokens = tokens.shape[0]
@@ -181,7 +185,10 @@ def forward(
         slots[in_window] = pool.slots(num_tokens)
 
     x = x * jnp.asarray(config.embedding_scale, x.dtype)
+    seen = []
     for i, (layer, w) in enumerate(zip(config.layers, weights.layers, strict=True)):
+        if i in features:
+            seen.append(x)
         in_window = i in cache.window_layers
         q, k, v = _qkv(config, w, rms_norm(x, w.attention_norm, config.rms_norm_eps))
         out, cache = cached_attention(
@@ -200,13 +207,14 @@ def forward(
         x = x + _post_norm(out, w.post_attention_norm, config.rms_norm_eps)
         out = _mlp(config, w, rms_norm(x, w.mlp_norm, config.rms_norm_eps))
         x = x + _post_norm(out, w.post_mlp_norm, config.rms_norm_eps)
-    return rms_norm(x, weights.final_norm, config.rms_norm_eps), cache
+    hidden = rms_norm(x, weights.final_norm, config.rms_norm_eps)
+    return jnp.concatenate([hidden, *seen], axis=-1) if seen else hidden, cache
 
 
 def logits(weights: DecoderWeights, hidden: Float[Array, "rows E"]) -> Float32[Array, "rows V"]:
     """Scores of the next token from rows of `forward`'s hidden states, in float32."""
     head = weights.embedding if weights.head is None else weights.head
-    return linear(hidden, head, out_dtype=jnp.float32)
+    return linear(hidden[:, : weights.embedding.shape[1]], head, out_dtype=jnp.float32)
 
 
 def _qkv(config: DecoderConfig, w: LayerWeights, x: Float[Array, "T E"]):

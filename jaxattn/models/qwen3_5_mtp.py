@@ -157,6 +157,10 @@ class MtpDraft:
         """Width of the hidden states."""
         return self.config.hidden_size
 
+    def read_target(self, weights, hidden):
+        """See `DraftModel.read_target`; it takes them as they are."""
+        return hidden
+
     def forward(self, weights, tokens, hidden, cache, metadata):
         """See `jaxattn.speculative.protocols.DraftModel.forward`."""
         return forward(self.config, weights, tokens, hidden, cache, metadata, **dict(self.options))

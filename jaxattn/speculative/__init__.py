@@ -27,7 +27,9 @@ from jaxattn.speculative.protocols import Drafter as Drafter
 from jaxattn.speculative.protocols import DraftModel as DraftModel
 from jaxattn.speculative.protocols import TargetModel as TargetModel
 from jaxattn.speculative.protocols import Weights as Weights
+from jaxattn.speculative.requests import Admission as Admission
 from jaxattn.speculative.requests import admit as admit
+from jaxattn.speculative.requests import admit_all as admit_all
 from jaxattn.speculative.requests import grant as grant
 from jaxattn.speculative.requests import release as release
 from jaxattn.speculative.requests import window_ring as window_ring

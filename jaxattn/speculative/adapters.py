@@ -14,16 +14,19 @@ class ProgramTarget:
     Attributes:
         program: what the model computes.
         options: further arguments of `unified_attention`, as pairs: `(("implementation", "triton"),)`.
+        features: layers whose inputs the drafter wants behind the hidden states, see `Drafting.features`.
     """
 
     program: "Program"
     options: tuple[tuple[str, Any], ...] = ()
+    features: tuple[int, ...] = ()
 
     def forward(self, weights, tokens, cache, metadata):
         """See `TargetModel.forward`."""
-        return self.program.forward(
-            self.program.config, weights, tokens, cache, metadata, **dict(self.options)
-        )
+        options = dict(self.options)
+        if self.features:
+            options["features"] = self.features
+        return self.program.forward(self.program.config, weights, tokens, cache, metadata, **options)
 
     def logits(self, weights, hidden):
         """See `TargetModel.logits`."""
@@ -50,6 +53,10 @@ class ProgramDraft:
     def hidden_size(self) -> int:
         """Width of its hidden states."""
         return self.program.config.hidden_size
+
+    def read_target(self, weights, hidden):
+        """See `DraftModel.read_target`; it does not use them."""
+        return hidden
 
     def forward(self, weights, tokens, hidden, cache, metadata):
         """See `DraftModel.forward`; the hidden states that come in are not used."""

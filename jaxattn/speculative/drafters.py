@@ -124,7 +124,8 @@ class ModelDrafter:
         num_tokens = hidden.shape[0]
         sequence, position = metadata.sequence_ids(num_tokens), metadata.positions(num_tokens)
         tokens = state.history.at[sequence, position + self.model.position_shift].get(mode="clip")
-        out, cache = self.model.forward(weights, tokens, hidden, state.draft.cache, metadata)
+        known = self.model.read_target(weights, hidden)
+        out, cache = self.model.forward(weights, tokens, known, state.draft.cache, metadata)
         out = out[jnp.maximum(metadata.cu_seqlens_q[1:] - 1, 0)]
         if self.model.position_shift == 0:
             last = state.metadata("draft_decode", state.lengths - 1, 1, finished)
@@ -146,11 +147,12 @@ class ModelDrafter:
         """Extend the draft cache by the emitted tokens: n rows per sequence, whose result is row accept_len - 1."""
         sequences, n = acceptance.path.shape
         node = jnp.maximum(acceptance.path, 0)
-        hidden = jnp.take_along_axis(hidden.reshape(sequences, n, -1), node[..., None], axis=1)
+        known = self.model.read_target(weights, hidden).reshape(sequences, n, -1)
+        known = jnp.take_along_axis(known, node[..., None], axis=1)
         metadata = state.metadata("draft_extend", state.lengths - self.model.position_shift, n, active)
         tokens = jnp.maximum(acceptance.tokens, 0).reshape(-1)
         out, cache = self.model.forward(
-            weights, tokens, hidden.reshape(sequences * n, -1), state.draft.cache, metadata
+            weights, tokens, known.reshape(sequences * n, -1), state.draft.cache, metadata
         )
         result = jnp.maximum(acceptance.accept_len - 1, 0)[:, None, None]
         out = jnp.take_along_axis(out.reshape(sequences, n, -1), result, axis=1)[:, 0]

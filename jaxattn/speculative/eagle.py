@@ -2,6 +2,8 @@
 
 The token of index i + 1 in the text sits at position i of the head's cache, beside the target's hidden state of i
 (EAGLE, arXiv:2401.15077). It predicts what follows that token, and its own output is the hidden state of drafts.
+What it takes as the target's hidden state is fused from that and from the inputs of a low, a middle and a high layer
+(EAGLE-3, arXiv:2503.01840).
 """
 
 import dataclasses
@@ -27,8 +29,13 @@ HEADS = Path(__file__).parent / "heads"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EagleHead:
-    """What is trained; `fc` takes the embedding's half first, then the hidden state's."""
+    """What is trained; `fc` takes the embedding's half first, then the hidden state's.
 
+    `features_fc` takes the target's hidden state first, then the inputs of its layers `features(config)`.
+    """
+
+    features_norm: Float32[Array, "parts E"]
+    features_fc: Float[Array, "E parts*E"]
     fc: Float[Array, "E 2*E"]
     embedding_norm: Float32[Array, "E"]
     hidden_norm: Float32[Array, "E"]
@@ -57,6 +64,12 @@ class EagleWeights:
         return cls(module.astype(target.embedding.dtype), target.embedding, target.head)
 
 
+def features(config: DecoderConfig) -> tuple[int, ...]:
+    """Layers of the target whose inputs the head reads beside the hidden states: a low, a middle and a high one."""
+    last = config.num_layers - 1
+    return tuple(sorted({min(max(1, round(share * config.num_layers)), last) for share in (0.1, 0.5, 0.9)}))
+
+
 def head_config(config: DecoderConfig) -> DecoderConfig:
     """The head's one layer: the target's sizes, attending to the whole context."""
     full = [layer for layer in config.layers if layer.sliding_window is None] or config.layers
@@ -65,16 +78,38 @@ def head_config(config: DecoderConfig) -> DecoderConfig:
 
 def init_head(config: DecoderConfig, target: DecoderWeights, key: Key[Array, ""]) -> EagleHead:
     """A head to be trained, in float32: it starts as the target's last layer over its hidden states."""
-    width = config.hidden_size
-    noise = jax.random.normal(key, (width, 2 * width), jnp.float32) * jnp.float32(0.02)
+    width, parts = config.hidden_size, 1 + len(features(config))
+    own = jnp.eye(width, dtype=jnp.float32)
+    noise, features_noise = (
+        jax.random.normal(key, (width, count * width), jnp.float32) * jnp.float32(0.02)
+        for key, count in zip(jax.random.split(key), (2, parts), strict=True)
+    )
     return EagleHead(
-        fc=noise.at[:, width:].add(jnp.eye(width, dtype=jnp.float32)),
+        features_norm=jnp.ones((parts, width), jnp.float32),
+        features_fc=features_noise.at[:, :width].add(own),
+        fc=noise.at[:, width:].add(own),
         embedding_norm=jnp.ones(width, jnp.float32),
         hidden_norm=jnp.ones(width, jnp.float32),
         # Copies, so that a training step may donate them.
         layer=jax.tree.map(lambda x: jnp.array(x, jnp.float32), target.layers[-1]),
         final_norm=jnp.array(target.final_norm, jnp.float32),
     )
+
+
+def fuse(config: DecoderConfig, module: EagleHead, hidden: Float[Array, "T parts*E"]) -> Float[Array, "T E"]:
+    """Make one hidden state of the target's and its features, each normalised by itself.
+
+    Raises:
+        ValueError: the features `features(config)` are not there.
+    """
+    if hidden.shape[-1] != module.features_fc.shape[1]:
+        raise ValueError(
+            f"hidden: expected width {module.features_fc.shape[1]}, the target's {config.hidden_size} with the inputs "
+            f"of layers {features(config)} behind it, got {hidden.shape[-1]}; give ProgramTarget these features"
+        )
+    parts = hidden.astype(module.features_fc.dtype).reshape(*hidden.shape[:-1], -1, config.hidden_size)
+    normed = rms_norm(parts, module.features_norm, config.rms_norm_eps)
+    return linear(normed.reshape(hidden.shape), module.features_fc)
 
 
 def forward(
@@ -93,7 +128,7 @@ def forward(
         config: of the target; static.
         weights: the head with what it shares.
         tokens: the token that follows each hidden state.
-        hidden: the target's hidden states after its final norm, or the head's own for drafts.
+        hidden: the target's, fused by `fuse`, or the head's own for drafts.
         cache: one layer of the target's KV heads; donate it.
         metadata: places of the rows in the head's cache.
         **options: further arguments of `unified_attention`.
@@ -169,13 +204,15 @@ def load_head(path: str | Path, config: DecoderConfig) -> EagleHead:
         tensors = safetensors.numpy.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read as a draft head: {error}") from None
-    width = config.hidden_size
+    width, parts = config.hidden_size, 1 + len(features(config))
     norm = jax.ShapeDtypeStruct((width,), jnp.float32)
     shapes = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32)
         for name, shape in decoder.layer_shapes(head_config(config)).items()
     }
     form = EagleHead(
+        features_norm=jax.ShapeDtypeStruct((parts, width), jnp.float32),
+        features_fc=jax.ShapeDtypeStruct((width, parts * width), jnp.float32),
         fc=jax.ShapeDtypeStruct((width, 2 * width), jnp.float32),
         embedding_norm=norm,
         hidden_norm=norm,
@@ -216,6 +253,10 @@ class EagleDraft:
     def hidden_size(self) -> int:
         """Width of the hidden states."""
         return self.config.hidden_size
+
+    def read_target(self, weights, hidden):
+        """See `DraftModel.read_target`; they come with the target's features."""
+        return fuse(self.config, weights.module, hidden)
 
     def forward(self, weights, tokens, hidden, cache, metadata):
         """See `DraftModel.forward`."""

@@ -25,11 +25,13 @@ class Drafting:
         drafter: the drafter.
         weights: its weights, or None.
         allocate_cache: `(num_pages=, page_size=, dtype=) -> cache` of its draft model, or None.
+        features: layers of the target whose inputs the drafter reads; for `ProgramTarget`.
     """
 
     drafter: Drafter
     weights: Any = None
     allocate_cache: Callable[..., Any] | None = None
+    features: tuple[int, ...] = ()
 
     def empty_state(self, num_seqs: int, **pool: Any) -> Any:
         """The draft state of free rows; None for a drafter without a model."""
@@ -94,7 +96,10 @@ def drafting_for(
         model=eagle.EagleDraft(config, attention), num_draft_tokens=num_draft_tokens, topk=topk
     )
     return Drafting(
-        drafter, eagle.EagleWeights.share(trained, model.weights), _bound(eagle.allocate_cache, config)
+        drafter,
+        eagle.EagleWeights.share(trained, model.weights),
+        _bound(eagle.allocate_cache, config),
+        eagle.features(config),
     )
 
 

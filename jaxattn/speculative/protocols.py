@@ -52,6 +52,9 @@ class DraftModel(Protocol):
     position_shift: int
     hidden_size: int
 
+    def read_target(self, weights: Any, hidden: Float[Array, "T target"]) -> Float[Array, "T E"]:
+        """The hidden states that `forward` takes for committed tokens, from what the target's `forward` gave."""
+
     def forward(
         self,
         weights: Any,
@@ -62,7 +65,7 @@ class DraftModel(Protocol):
     ) -> tuple[Float[Array, "T E"], Any]:
         """Hidden states that predict what follows `tokens`, and the cache.
 
-        `hidden` is the target's for committed tokens and the model's own, of the parent, for drafts.
+        `hidden` is `read_target`'s for committed tokens and the model's own, of the parent, for drafts.
         """
 
     def logits(self, weights: Any, hidden: Float[Array, "rows E"]) -> Float[Array, "rows V"]:
