@@ -40,7 +40,11 @@ def result_shape(shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
 
 
 def call(
-    function: Callable[..., Sequence[jax.Array]], operands: Sequence[jax.Array], *, index64: bool
+    function: Callable[..., Sequence[jax.Array]],
+    operands: Sequence[jax.Array],
+    *,
+    index64: bool,
+    paired: frozenset[int] = frozenset(),
 ) -> list[jax.Array]:
     """Call `function`, which makes a `pallas_call`, whatever the caller's settings are.
 
@@ -51,6 +55,8 @@ def call(
         function: takes the operands and returns arrays.
         operands: arrays.
         index64: trace and lower it in x64 mode.
+        paired: numbers of operands of 8-bit elements that `function` gets as flat arrays of int16, the first of two
+            elements in the low byte. It may only pass them on to `pallas_call`.
 
     Returns:
         What `function` returns. `vmap` runs the calls of the mapped axis one after the other.
@@ -59,8 +65,14 @@ def call(
         UnsupportedError: differentiated.
     """
     with jax.enable_x64(index64):
-        jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands))
-    bind = functools.partial(_call.bind, jaxpr=jaxpr, index64=index64)
+        shapes = [
+            jax.ShapeDtypeStruct((x.size // 2,), jnp.int16)
+            if number in paired
+            else jax.ShapeDtypeStruct(x.shape, x.dtype)
+            for number, x in enumerate(operands)
+        ]
+        jaxpr = jax.make_jaxpr(function)(*shapes)
+    bind = functools.partial(_call.bind, jaxpr=jaxpr, index64=index64, paired=paired)
     return list(sealed(lambda *arrays: tuple(bind(*arrays)), "pallas")(*operands))
 
 
@@ -69,7 +81,7 @@ _call.multiple_results = True
 
 
 @_call.def_abstract_eval
-def _abstract_eval(*operands, jaxpr, index64):
+def _abstract_eval(*operands, jaxpr, **_):
     return jaxpr.out_avals
 
 
@@ -78,11 +90,27 @@ def _run_alone(*operands, **parameters):
     return jax.jit(functools.partial(_call.bind, **parameters))(*operands)
 
 
-def _lower(ctx, *operands, jaxpr, index64):
+def _lower(ctx, *operands, jaxpr, index64, paired):
+    with jax.enable_x64(index64), quiet_about_deprecation():
+        # A kernel that is compiled gets the address of an operand, whatever that is called outside. So elements of
+        # 8 bits are handed over as they are: XLA's own conversion to wider ones would copy a cache.
+        operands = [
+            _flattened(ctx, aval, operand) if number in paired else operand
+            for number, (aval, operand) in enumerate(zip(ctx.avals_in, operands, strict=True))
+        ]
+        return _lower_jaxpr(ctx, jaxpr, operands)
+
+
+def _flattened(ctx, aval, operand):
+    jaxpr = jax.make_jaxpr(lambda x: x.reshape(-1))(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    (flat,) = _lower_jaxpr(ctx, jaxpr, [operand])
+    return flat
+
+
+def _lower_jaxpr(ctx, jaxpr, operands):
     # In a shard_map operands vary over mesh axes, which nothing inside needs to know.
     ctx = ctx.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
-    with jax.enable_x64(index64), quiet_about_deprecation():
-        return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *operands)
+    return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *operands)
 
 
 mlir.register_lowering(_call, _lower)

@@ -68,6 +68,7 @@ def launch(
     num_warps: int,
     num_stages: int = 1,
     aliases: dict[int, int] | None = None,
+    paired: Sequence[int] = (),
     **constants,
 ) -> list[jax.Array]:
     """Run `kernel(*inputs, *outputs, **constants)` over a one-dimensional grid.
@@ -80,6 +81,7 @@ def launch(
         num_warps: warps of a program.
         num_stages: software pipeline depth.
         aliases: input number -> output number; the output begins with the input's content.
+        paired: numbers of inputs of 8-bit elements of which a compiled kernel gets references to int16 elements.
         constants: passed on.
 
     Returns:
@@ -89,6 +91,7 @@ def launch(
         UnsupportedError: differentiated.
     """
     given = tuple(array is not None for array in inputs)
+    interpreted = tuning.device().architecture == "interpreter"
     kernel_call = KernelCall(
         kernel=kernel,
         given=given,
@@ -98,6 +101,11 @@ def launch(
         num_stages=num_stages,
         aliases=tuple((sum(given[:number]), output) for number, output in (aliases or {}).items()),
         constants=tuple(constants.items()),
-        interpreted=tuning.device().architecture == "interpreter",
+        interpreted=interpreted,
     )
-    return call(kernel_call, [array for array in inputs if array is not None], index64=True)
+    return call(
+        kernel_call,
+        [array for array in inputs if array is not None],
+        index64=True,
+        paired=frozenset() if interpreted else frozenset(sum(given[:number]) for number in paired),
+    )
