@@ -11,8 +11,12 @@ pytest.importorskip("triton")
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from bench.audit.pallas import audit_pallas, name_arguments
+from bench.audit.compilation import compile_ir
+from bench.audit.machine import disassembly
+from bench.audit.pallas import audit_pallas, name_arguments, pallas_kernels
 from bench.audit.pallas_launches import pallas_launches
+from jaxattn.kernels import tuning
+from jaxattn.kernels.triton.requests import device_of
 
 ARCHS = ("gfx942", "gfx950", "sm90")
 NAMES = {"page_products": ("k_cache", "page_table", "out")}
@@ -92,6 +96,39 @@ def test_a_tuned_decode_of_the_attention_kernels_passes(arch):
     assert attention.load_bytes == 16
     assert attention.matrix_instructions > 0
     assert not {"VGPR", "scratch bytes", "stack bytes"} & attention.spills.keys()
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "pairs", "unpacked"),
+    [
+        ("sm90", "float8_e4m3fn", True, True),
+        ("sm90", "int8", True, False),
+        ("gfx942", "float8_e4m3fnuz", False, False),
+        ("gfx950", "float8_e4m3fn", False, False),
+    ],
+)
+def test_a_tuned_decode_of_8_bits_passes_and_takes_pairs_on_cuda(arch, dtype, pairs, unpacked):
+    attention, reduction = reports_of(arch, f"pallas split D128 {dtype} ")
+    assert (attention.failures, reduction.failures) == ((), ())
+    assert attention.load_bytes == 16
+    kernel = attention_kernel_of(arch, f"pallas split D128 {dtype} ")
+    assert ("!tt.ptr<i16>" in kernel.ttir) == pairs
+    assert ("elementwise_inline_asm" in kernel.ttir) == unpacked
+
+
+def test_pairs_of_8_bit_values_are_transposed_on_the_way_from_shared_memory():
+    kernel = attention_kernel_of("sm90", "pallas split D128 float8_e4m3fn ")
+    compiled = compile_ir(kernel.name, kernel.ttir, "sm90", kernel.num_warps, kernel.num_stages)
+    code = disassembly(compiled.cubin)
+    assert re.search(r"\bLDSM\.16\.MT88", code)
+    assert not re.search(r"\bLDS\.[US]8", code)
+
+
+def attention_kernel_of(arch, name):
+    launches = next(launches for launches in pallas_launches(arch) if launches.name.startswith(name))
+    with tuning.using(device_of(arch)):
+        kernels = pallas_kernels(lambda *given: launches.function(*given), launches.arguments, arch)
+    return next(kernel for kernel in kernels if kernel.name == "attention_kernel")
 
 
 @pytest.mark.parametrize("name", ["ragged", "pooled"])

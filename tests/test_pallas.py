@@ -126,6 +126,19 @@ def test_a_step_is_exported_for_a_gpu_that_is_not_here_and_loaded_back(arch, pro
     assert loaded.mlir_module() == artifact.mlir_module()
 
 
+@pytest.mark.parametrize("arch", ["gfx942", "sm90"])
+def test_8_bit_caches_are_handed_to_the_kernel_as_they_are(arch):
+    """What XLA converted on the way would be a copy of the pool."""
+    case = cases.build(cases.CASES["decode-bfloat16-kv-fp8"])
+    module = exported(case, arch).mlir_module()
+    assert "stablehlo.bitcast_convert" not in module
+    flat = f"tensor<{case.k_cache.size}xf8E4M3FN>"
+    signatures = [
+        line.rpartition(" : (")[2] for line in module.splitlines() if "@__gpu$xla.gpu.triton(" in line
+    ]
+    assert [signature.count(flat) for signature in signatures] == [2, 0]
+
+
 def test_the_device_of_an_abstract_mesh_chooses_the_tiles():
     with abstract("gfx950"):
         assert tuning.device() == tuning.Device(architecture="gfx950", cores=132)

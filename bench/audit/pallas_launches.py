@@ -85,7 +85,7 @@ def pallas_launches(arch: str) -> Iterator[PallasLaunches]:
                 if native and fits_a_grid(kind, choice):
                     name = f"{kind} D{choice.head_dim} {dtype} {choice.block_rows}x{choice.tile}"
                     launches = attention_launches(name, arch, served(kind, choice, dtype))
-                    # Tiles are chosen for the Triton kernels, whose prefill and int8 pairs differ from these.
+                    # Tiles are chosen for the Triton kernels, whose prefill and, on CDNA, int8 pairs differ from these.
                     yield dataclasses.replace(launches, tuned=kind != "prefill" and dtype != "int8")
     for name, kind, q_len in (
         ("verify", "split", 4),

@@ -3,8 +3,12 @@
 They give the same bits on every device, and those of `jaxattn.kernels.triton.formats`.
 """
 
+import re
+
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import triton as plt
 
 from jaxattn.kernels._constants import CODES
 
@@ -42,6 +46,34 @@ def decode(stored, code: int, dtype):
     else:
         half = jnp.where(bits == 0x80, jnp.float16(jnp.nan), half)
     return half.astype(dtype)
+
+
+def decode_pair(pair, code: int, stored, dtype):
+    """Convert the low and the high byte of int16 values, each one stored value, to `dtype`."""
+    low, high = (byte.astype(jnp.uint8) for byte in (pair & 0xFF, pair >> 8))
+    if code == 0:
+        low, high = _bitcast(low, stored), _bitcast(high, stored)
+    return decode(low, code, dtype), decode(high, code, dtype)
+
+
+def unpack(pair, instructions: str):
+    """Convert four values, in two int16 elements, at a time to two tiles of float16.
+
+    Pallas takes one result from inline assembly, so the instructions are there once for each tile; the compiler of
+    the GPU merges what both have in common and drops what neither uses.
+    """
+    half = jax.ShapeDtypeStruct(pair.shape, jnp.float16)
+    tiles = []
+    for names in (("$0", "unused", "$1"), ("unused", "$0", "$1")):
+        of_one = re.sub(r"\$(\d)", lambda match, names=names: names[int(match[1])], instructions)
+        tiles += plt.elementwise_inline_asm(
+            f"{{ .reg .b32 unused; {of_one} }}",
+            args=[pair],
+            constraints="=r,r",
+            pack=2,
+            result_shape_dtypes=[half],
+        )
+    return tuple(tiles)
 
 
 def encode(x, code: int, dtype):

@@ -5,6 +5,7 @@ the old value of each lane that is masked, so such a lane must not share its pla
 """
 
 import numpy as np
+from jax import lax
 from jax import numpy as jnp
 from jax.experimental.pallas import triton as plt
 
@@ -14,6 +15,18 @@ def load(ref, at, mask=None, other=0):
     if mask is None:
         return plt.load(ref.at[at])
     return plt.load(ref.at[at], mask=mask, other=np.asarray(other, ref.dtype)[()])
+
+
+def load_pairs(ref, at, mask=None):
+    """Load the 8-bit elements `2 * at` and `2 * at + 1` as one int16, the first in its low byte; 0 where masked.
+
+    A compiled kernel gets a reference to int16 elements, an interpreted one to single bytes.
+    """
+    if ref.dtype == jnp.int16:
+        return load(ref, at, mask)
+    low, high = (load(ref, 2 * at + byte, mask) for byte in range(2))
+    low, high = (lax.bitcast_convert_type(byte, jnp.uint8).astype(jnp.int16) for byte in (low, high))
+    return low | (high << 8)
 
 
 def store(ref, at, value, live):

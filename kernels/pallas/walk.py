@@ -7,9 +7,9 @@ from jax import lax
 
 from jaxattn.kernels._constants import AttentionConstants
 from jaxattn.kernels.pallas.block import Block
-from jaxattn.kernels.pallas.formats import decode
+from jaxattn.kernels.pallas.formats import decode, decode_pair, unpack
 from jaxattn.kernels.pallas.keys import is_known, page_ids, per_key, pool_rows
-from jaxattn.kernels.pallas.memory import load
+from jaxattn.kernels.pallas.memory import load, load_pairs
 from jaxattn.kernels.pallas.scores import LOG2E, key_positions, masked, modified
 
 
@@ -51,8 +51,7 @@ def walk(
     The largest score of a row is kept as it is and subtracted before the factor to units of log2 is applied, which
     keeps differences of huge scores exact.
     """
-    column = jnp.arange(C.padded_dim, dtype=jnp.int64)
-    value_column = jnp.arange(C.padded_value_dim, dtype=jnp.int64)
+    parts = 2 if C.paired_values else 1
     unit = jnp.full((C.block_rows,), LOG2E, jnp.float32) if C.modified else scale * LOG2E
 
     def step(tile, state):
@@ -63,10 +62,9 @@ def walk(
         # The ids of the next tile, so that its K and V can be fetched ahead without waiting for them.
         page = page_ids(page_table, block.sequence, tile + 1, block.start, block.stop, C)
 
-        k_at = row * (C.num_kv_heads * C.head_dim) + block.kv_head * C.head_dim
-        k = load_tile(k_cache, k_at, column, C.head_dim)
-        k = decode(k, C.k_format, C.compute)  # [TILE, D]
-        score = product(q, k, (1, 1))  # [BM, TILE]
+        k = key_tiles(k_cache, row, block.kv_head, C)
+        first_part, *others = (product(rows, keys, (1, 1)) for rows, keys in zip(q, k, strict=True))
+        score = sum(others, first_part)  # [BM, TILE]
         position = key_positions(key, block, depths, C)
         if C.modified:
             score = modified(score * scale[:, None], block, position, C)
@@ -82,10 +80,12 @@ def walk(
         live = (key < block.stop) & known
         if C.window > 0:
             live = live & (key >= block.start)
-        v_at = row * (C.num_kv_heads * C.value_dim) + block.kv_head * C.value_dim
-        v = load_tile(v_cache, v_at, value_column, C.value_dim, live)
-        v = decode(v, C.v_format, C.compute)  # [TILE, DV]
-        acc = acc * decay[:, None] + product(weight.astype(C.compute), v, (1, 0))
+        weight = weight.astype(C.compute)
+        v = value_tiles(v_cache, row, block.kv_head, live, C)
+        acc = tuple(
+            part * decay[:, None] + product(weight, values, (1, 0))
+            for part, values in zip(acc, v, strict=True)
+        )
         return acc, new_peak, total, page
 
     acc, peak, total, _ = lax.fori_loop(
@@ -93,12 +93,13 @@ def walk(
         last,
         step,
         (
-            jnp.zeros((C.block_rows, C.padded_value_dim), jnp.float32),
+            (jnp.zeros((C.block_rows, C.padded_value_dim // parts), jnp.float32),) * parts,
             jnp.full((C.block_rows,), -jnp.inf, jnp.float32),
             jnp.zeros((C.block_rows,), jnp.float32),
             page_ids(page_table, block.sequence, first, block.start, block.stop, C),
         ),
     )
+    acc = jnp.stack(acc, -1).reshape(C.block_rows, C.padded_value_dim) if C.paired_values else acc[0]
     return in_log2(Softmax(acc, peak, total), unit, C.weight_shift)
 
 
@@ -123,12 +124,39 @@ def _high_bits(x):
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def load_tile(cache, at, column, width: int, live=None):
-    """Load the rows of a tile that begin at `at` `[TILE]`, with 0 beyond `width` columns and in dead rows."""
+def key_tiles(cache, row, kv_head, C: AttentionConstants):
+    """Load and convert the keys of rows of the pool `[TILE]`: one tile `[TILE, D]`, or two of half the columns.
+
+    Unpacked, columns 0 and 1 of each four are those of the first tile and columns 2 and 3 those of the second.
+    """
+    if C.k_unpack:
+        at, mask = tile_places(row, kv_head, C.head_dim // 2, C.product_dim, C)
+        return unpack(load_pairs(cache, at, mask), C.k_unpack)
+    at, mask = tile_places(row, kv_head, C.head_dim, C.padded_dim, C)
+    return (decode(load(cache, at, mask), C.k_format, C.compute),)
+
+
+def value_tiles(cache, row, kv_head, live, C: AttentionConstants):
+    """Load and convert values, 0 in dead rows: one tile `[TILE, DV]`, or its even and its odd columns."""
+    if not C.paired_values:
+        at, mask = tile_places(row, kv_head, C.value_dim, C.padded_value_dim, C, live)
+        return (decode(load(cache, at, mask), C.v_format, C.compute),)
+    at, mask = tile_places(row, kv_head, C.value_dim // 2, C.padded_value_dim // 2, C, live)
+    pair = load_pairs(cache, at, mask)
+    if C.v_unpack:
+        return unpack(pair, C.v_unpack)
+    return decode_pair(pair, C.v_format, C.v_dtype, C.compute)
+
+
+def tile_places(row, kv_head, width: int, padded: int, C: AttentionConstants, live=None):
+    """Where the elements of a tile are, in a cache with `width` of them a row, and which to load; None for all."""
+    at = row * (C.num_kv_heads * width) + kv_head * width  # [TILE]
+    column = jnp.arange(padded, dtype=jnp.int64)
+    shape = (C.tile, padded)
     mask = None
-    if len(column) > width:
-        mask = jnp.broadcast_to((column < width)[None, :], (len(at), len(column)))
+    if padded > width:
+        mask = jnp.broadcast_to((column < width)[None, :], shape)
     if live is not None:
-        rows = jnp.broadcast_to(live[:, None], (len(at), len(column)))
+        rows = jnp.broadcast_to(live[:, None], shape)
         mask = rows if mask is None else mask & rows
-    return load(cache, at[:, None] + column[None, :], mask)
+    return at[:, None] + column[None, :], mask
