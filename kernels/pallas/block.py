@@ -25,6 +25,9 @@ class Block(NamedTuple):
     # The keys that the block can see.
     start: Any
     stop: Any
+    # Keys [bare_start, bare_stop), which every row sees.
+    bare_start: Any
+    bare_stop: Any
     # Of each row, [BM]: number in the token buffer and query head, int64; whether the row exists.
     row: Any
     head: Any
@@ -86,7 +89,7 @@ def read_block(
 
     # A length beyond the table's row, which is an error that debug.py reports, must not wrap either.
     context = jnp.minimum(context, LARGEST_POSITION - q_len).astype(jnp.int32)
-    stop = stop.astype(jnp.int32)
+    start, stop = start.astype(jnp.int32), stop.astype(jnp.int32)
     packed = first_row + jnp.arange(C.block_rows, dtype=jnp.int64)  # [BM]
     token = quotient(packed, C.group)
     live = token < q_len
@@ -97,6 +100,13 @@ def read_block(
     limit = jnp.minimum(position, stop - 1) if C.causal else jnp.broadcast_to(stop - 1, token.shape)
     if C.tree_words > 0:
         position = context + load(depths, row)
+    bare_start, bare_stop = start, stop
+    if C.tree_words > 0:
+        bare_stop = jnp.minimum(stop, context)
+    elif C.causal:
+        bare_stop = jnp.minimum(stop, context + first_token.astype(jnp.int32) + 1)
+    if C.window > 0:
+        bare_start = jnp.maximum(start, context + last_token.astype(jnp.int32) - (C.window - 1))
     slope = load(alibi_slopes, head, live) if C.alibi else jnp.zeros(C.block_rows, jnp.float32)
     block = Block(
         sequence=sequence,
@@ -104,8 +114,10 @@ def read_block(
         q_start=q_start,
         q_len=q_len.astype(jnp.int32),
         context=context,
-        start=start.astype(jnp.int32),
+        start=start,
         stop=stop,
+        bare_start=bare_start,
+        bare_stop=bare_stop,
         row=row,
         head=head,
         live=live,

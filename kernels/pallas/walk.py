@@ -58,7 +58,8 @@ def walk(
         acc, peak, total, page = state
         key = tile * C.tile + jnp.arange(C.tile, dtype=jnp.int32)  # [TILE]
         row = pool_rows(page, tile, C)
-        known = per_key(is_known(page, C), C)
+        page_known = is_known(page, C)
+        known = per_key(page_known, C)
         # The ids of the next tile, so that its K and V can be fetched ahead without waiting for them.
         page = page_ids(page_table, block.sequence, tile + 1, block.start, block.stop, C)
 
@@ -68,7 +69,15 @@ def walk(
         position = key_positions(key, block, depths, C)
         if C.modified:
             score = modified(score * scale[:, None], block, position, C)
-        score = masked(score, block, key, position, known, ancestors, C)
+
+        def with_masks(score):
+            return masked(score, block, key, position, known, ancestors, C)
+
+        if C.bare_tiles:
+            bare = is_bare(tile, page_known, block, C)
+            score = lax.cond(bare, lambda score: score, with_masks, score)
+        else:
+            score = with_masks(score)
 
         new_peak = jnp.maximum(peak, jnp.max(score, 1))
         base = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
@@ -101,6 +110,13 @@ def walk(
     )
     acc = jnp.stack(acc, -1).reshape(C.block_rows, C.padded_value_dim) if C.paired_values else acc[0]
     return in_log2(Softmax(acc, peak, total), unit, C.weight_shift)
+
+
+def is_bare(tile, page_known, block: Block, C: AttentionConstants):
+    """Whether every row of a block sees every key of a tile."""
+    first_key = tile * C.tile
+    bare = (first_key >= block.bare_start) & (first_key + C.tile <= block.bare_stop)
+    return bare & (jnp.min(page_known.astype(jnp.int32)) > 0)
 
 
 def in_log2(state: Softmax, unit, shift: float) -> Softmax:
