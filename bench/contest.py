@@ -7,7 +7,7 @@ import jax
 
 from bench import shapes, step
 from bench.inputs import TOLERANCE, make_inputs, sampled_error
-from bench.peers import Candidate, cudnn, dense, fa3, fa3_dense, jax_paged, ours
+from bench.peers import Candidate, cudnn, dense, fa3, fa3_dense, jax_paged, ours, refusal
 from bench.timing import Timing, device_time
 
 PEERS = {"fa3": fa3, "fa3-dense": fa3_dense, "cudnn": cudnn, "jax-paged": jax_paged, "dense": dense}
@@ -65,9 +65,8 @@ def _best(contest: Contest, candidates: Iterable[Candidate], iterations: int) ->
         function = jax.jit(candidate.function)
         try:
             error = contest.error(candidate.output(function(*candidate.arguments)))
-        except Exception as refusal:  # peers and compilers raise what they like; each is a finding
-            reason = (str(refusal).splitlines() or [""])[0][:160]
-            refusals.append(f"{candidate.settings}: {type(refusal).__name__}: {reason}")
+        except Exception as raised:  # peers and compilers raise what they like; each is a finding
+            refusals.append(refusal(candidate.settings, raised))
             continue
         if not error <= contest.tolerance:
             refusals.append(f"{candidate.settings}: wrong answer, error {error:.1e}")

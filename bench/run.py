@@ -21,7 +21,9 @@ import jaxattn
 from bench import contest, environment, results, shapes, step, timing
 from bench.peers import aiter_torch
 
-PEERS = (*contest.PEERS, "aiter")
+# Measured in processes of their own.
+TORCH_PEERS = {"aiter": aiter_torch}
+PEERS = (*contest.PEERS, *TORCH_PEERS)
 GROUPS = (*shapes.GROUPS, "step", "all")
 
 
@@ -53,8 +55,10 @@ def measure(job: Job, progress=lambda line: None) -> dict:
     ceilings: dict[str, list[float]] = {"read_gbps": [], "matmul_tflops": []}
     entries: dict[str, dict[str, contest.Entry]] = {}
     in_process = [peer for peer in job.peers if peer in contest.PEERS]
-    if "aiter" in job.peers:
-        entries |= _aiter_entries(job.cases)
+    for peer in job.peers:
+        if peer in TORCH_PEERS:
+            for case, entry in _torch_entries(TORCH_PEERS[peer], job.cases).items():
+                entries.setdefault(case, {})[peer] = entry
     for number in range(job.rounds):
         ceilings["read_gbps"].append(timing.read_bandwidth())
         ceilings["matmul_tflops"].append(timing.matmul_rate())
@@ -86,20 +90,20 @@ def measure(job: Job, progress=lambda line: None) -> dict:
     }
 
 
-def _aiter_entries(cases) -> dict[str, dict[str, contest.Entry]]:
-    """AITER's rows, measured in a process of its own."""
+def _torch_entries(peer, cases) -> dict[str, contest.Entry]:
+    """What a peer under torch makes of each attention case."""
     entries, wanted = {}, []
     for case in cases:
         if not step.is_step(case):
-            reason = aiter_torch.unavailable(shapes.parse(case))
-            entries[case] = {"aiter": contest.Entry(refused=reason)}
+            reason = peer.unavailable(shapes.parse(case))
+            entries[case] = contest.Entry(refused=reason)
             wanted += [] if reason else [case]
-    for case, found in (aiter_torch.measure(wanted) if wanted else {}).items():
+    for case, found in (peer.measure(wanted) if wanted else {}).items():
         entry = contest.Entry(refused=found.get("refused"))
         if "samples" in found:
             times = timing.Timing(tuple(found["samples"]))
             entry = contest.Entry(settings=found["settings"], error=found["error"], timing=times)
-        entries[case] = {"aiter": entry}
+        entries[case] = entry
     return entries
 
 

@@ -175,7 +175,7 @@ def test_a_peer_that_runs_here_gives_the_right_answer(peer, name):
 
 
 @pytest.mark.parametrize(
-    "unavailable", [dense.unavailable, fa3.unavailable, aiter_torch.unavailable, jax_paged.unsupported]
+    "unavailable", [dense.unavailable, fa3.unavailable, aiter_torch.unsupported, jax_paged.unsupported]
 )
 def test_peers_refuse_what_they_cannot_do(unavailable):
     assert unavailable(shapes.parse("gpt-oss-120b-local/32x8k/q1/fp8"))

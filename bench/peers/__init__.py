@@ -1,7 +1,8 @@
 """Other attention kernels, measured beside ours when their packages are installed.
 
 A peer exports `unavailable(shape) -> str | None` (why it cannot run here or for that shape) and
-`candidates(inputs) -> iterator of Candidate`, one for each setting worth trying.
+`candidates(inputs) -> iterator of Candidate`, one for each setting worth trying. A peer under torch exports
+`measure(names) -> rows by name` in place of the latter; what such peers share is in `torch_process`.
 """
 
 from collections.abc import Callable
@@ -16,3 +17,9 @@ class Candidate(NamedTuple):
     arguments: tuple
     calls: int
     output: Callable[[Any], Any]
+
+
+def refusal(settings: str, raised: Exception) -> str:
+    """A setting that is out, and the error that it raised, on one line."""
+    reason = (str(raised).splitlines() or [""])[0][:160]
+    return f"{settings}: {type(raised).__name__}: {reason}"
