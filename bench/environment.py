@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-PACKAGES = ("jax", "jaxlib", "triton", "jax-triton", "flash-attn3-jax")
+PACKAGES = ("jax", "jaxlib", "triton", "jax-triton", "flash-attn3-jax", "flashinfer-python", "torch")
 ROOT = Path(__file__).parents[1]
 NVIDIA_SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem", "power.limit")
 

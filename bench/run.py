@@ -1,6 +1,6 @@
 """Measures attention cases with our implementations and the installed peers.
 
-    python -m bench.run --cases all --peers fa3 fa3-dense cudnn jax-paged aiter --json results.json   # on a GPU
+    python -m bench.run --cases all --peers fa3 fa3-dense cudnn jax-paged aiter flashinfer --json run.json   # on a GPU
     python -m bench.run --cases small --peers dense                                         # anywhere
     python -m bench.run --case llama-3-8b/32x8k/q4 'gpt-oss*' toy/4x300/q2/f32
 
@@ -19,10 +19,10 @@ import numpy as np
 
 import jaxattn
 from bench import contest, environment, results, shapes, step, timing
-from bench.peers import aiter_torch
+from bench.peers import aiter_torch, flashinfer_torch
 
 # Measured in processes of their own.
-TORCH_PEERS = {"aiter": aiter_torch}
+TORCH_PEERS = {"aiter": aiter_torch, "flashinfer": flashinfer_torch}
 PEERS = (*contest.PEERS, *TORCH_PEERS)
 GROUPS = (*shapes.GROUPS, "step", "all")
 

@@ -10,7 +10,7 @@ import pytest
 from bench import contest, results, run, shapes, step
 from bench import mxfp4 as mxfp4_bench
 from bench.inputs import TOLERANCE, expected_rows, make_inputs, sampled_error
-from bench.peers import Candidate, aiter_torch, dense, fa3, jax_paged
+from bench.peers import Candidate, aiter_torch, dense, fa3, flashinfer_torch, jax_paged
 
 
 def test_a_name_says_everything():
@@ -175,7 +175,14 @@ def test_a_peer_that_runs_here_gives_the_right_answer(peer, name):
 
 
 @pytest.mark.parametrize(
-    "unavailable", [dense.unavailable, fa3.unavailable, aiter_torch.unsupported, jax_paged.unsupported]
+    "unavailable",
+    [
+        dense.unavailable,
+        fa3.unavailable,
+        aiter_torch.unsupported,
+        flashinfer_torch.unsupported,
+        jax_paged.unsupported,
+    ],
 )
 def test_peers_refuse_what_they_cannot_do(unavailable):
     assert unavailable(shapes.parse("gpt-oss-120b-local/32x8k/q1/fp8"))
