@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 
 import jax
-import numpy as np
 
+from bench.cycle import cycle_times
 from bench.requests import Engine, Request, mean_accepted_length
 from jaxattn.models.load import load_model
-from jaxattn.speculative import Drafting, decoder, drafting_for
+from jaxattn.speculative import Drafting, drafting_for
 
 # What people ask; the draft heads of the package were not trained on these.
 PROMPTS = (
@@ -115,36 +115,8 @@ def _measure(model, drafting: Drafting, requests, shape, device_time: bool):
         "tokens_per_second": sum(len(a.tokens) for a in answers) / seconds,
     }
     if device_time:
-        line |= _cycle_times(engine, requests[: shape["rows"]])
+        line |= cycle_times(engine, requests[: shape["rows"]])
     return line, [a.tokens for a in answers]
-
-
-def _cycle_times(engine: Engine, batch, cycles: int = 16) -> dict[str, float]:
-    """Microseconds of a cycle by the clock and by its kernels, from runs that differ in their cycles only."""
-    from bench.timing import device_time
-
-    state = engine.prefilled(batch)
-
-    def run(state, count):
-        return decoder._run.__wrapped__(engine.decoder, engine.weights, state, count)
-
-    kernels, clock = {}, {}
-    with jax.enable_x64(True):
-        compiled = jax.jit(run)
-        for count in (1, 1 + cycles):
-            count_on_device = jax.device_put(np.int64(count))
-            kernels[count] = device_time(run, (state, count_on_device), iterations=5).median
-            jax.block_until_ready(compiled(state, count_on_device))
-            samples = []
-            for _ in range(10):
-                started = time.perf_counter()
-                jax.block_until_ready(compiled(state, count_on_device))
-                samples.append(1e6 * (time.perf_counter() - started))
-            clock[count] = float(np.median(samples))
-    return {
-        f"{name}_us": (times[1 + cycles] - times[1]) / cycles
-        for name, times in (("cycle", clock), ("kernels", kernels))
-    }
 
 
 def _parse() -> argparse.Namespace:
