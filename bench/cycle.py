@@ -87,20 +87,19 @@ def cycle_times(engine: Engine, batch: list[Request], iterations: int = 5) -> di
     """Microseconds of a cycle by the clock and by its kernels, from runs that differ in their cycles only."""
     state = engine.prefilled(batch)
 
-    def run(state, count):
-        return loop._run.__wrapped__(engine.decoder, engine.weights, state, count)
+    @jax.jit
+    def run(weights, state, count):
+        return loop._run.__wrapped__(engine.decoder, weights, state, count)
 
     kernels, clock = {}, {}
     with jax.enable_x64(True):
-        compiled = jax.jit(run)
         for count in (1, 1 + CYCLES):
-            count_on_device = jax.device_put(np.int64(count))
-            kernels[count] = device_time(compiled, (state, count_on_device), iterations=iterations).median
-            jax.block_until_ready(compiled(state, count_on_device))
+            arguments = (engine.weights, state, jax.device_put(np.int64(count)))
+            kernels[count] = device_time(run, arguments, iterations=iterations).median
             samples = []
             for _ in range(2 * iterations):
                 started = time.perf_counter()
-                jax.block_until_ready(compiled(state, count_on_device))
+                jax.block_until_ready(run(*arguments))
                 samples.append(1e6 * (time.perf_counter() - started))
             clock[count] = float(np.median(samples))
     return {
