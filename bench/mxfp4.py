@@ -1,6 +1,9 @@
 """Times an MXFP4 linear layer beside the same layer in bfloat16.
 
-    python -m bench.mxfp4 --tokens 1 4 16 --implementation triton pallas --json results.json
+    python -m bench.mxfp4 --tokens 1 4 16 --implementation tiles pallas --json results.json
+
+`tiles` is the weight in `Mxfp4Tiles`, as it is loaded onto a device that they are tuned for; the others take it as it
+is stored.
 
 Every answer is checked against float64 first. The weights are rotated past the L2 cache; the time is that of all
 kernels of the product, those that lay out its input and add its parts included.
@@ -21,13 +24,14 @@ from bench import environment
 from bench.inputs import copies_past_l2, draw
 from bench.run import positive
 from bench.timing import Timing, device_time
-from jaxattn.quantization import Mxfp4Weight
+from jaxattn.quantization import Mxfp4Tiles, Mxfp4Weight
 from jaxattn.quantization.mxfp4_matmul import IMPLEMENTATIONS, matmul
 from jaxattn.quantization.weights import dot
 
 # Largest error over the largest value; the products round x to bfloat16 and nothing else.
 TOLERANCE = 1e-2
 SAMPLED_ROWS = 64
+TILES = "tiles"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +65,10 @@ def measure(tokens: int, rows: int, columns: int, implementations, iterations: i
     for name in implementations:
 
         def product(x, weight, name=name):
-            return matmul(x, *weight, rows, implementation=name)
+            return weight.matmul(x) if name == TILES else matmul(x, *weight, rows, implementation=name)
 
-        found.append(_time(name, product, packed, columns * rows * 17 / 32, layers, iterations))
+        weights = [Mxfp4Tiles.from_weight(w) for w in layers.weights] if name == TILES else packed
+        found.append(_time(name, product, weights, columns * rows * 17 / 32, layers, iterations))
         found[-1]["ratio"] = found[0]["median_us"] / found[-1]["median_us"]
     return [{"tokens": tokens, "rows": rows, "columns": columns, **row} for row in found]
 
@@ -114,7 +119,10 @@ def parse(arguments) -> argparse.Namespace:
     parser.add_argument("--rows", type=positive, default=size, help="output features")
     parser.add_argument("--columns", type=positive, default=size, help="input features")
     parser.add_argument(
-        "--implementation", nargs="+", choices=IMPLEMENTATIONS, default=["xla"] if on_cpu else IMPLEMENTATIONS
+        "--implementation",
+        nargs="+",
+        choices=(TILES, *IMPLEMENTATIONS),
+        default=["xla"] if on_cpu else (TILES, *IMPLEMENTATIONS),
     )
     parser.add_argument("--iterations", type=positive, default=15, help="timed runs")
     parser.add_argument("--json", metavar="FILE", help="write every figure to this file")

@@ -12,6 +12,7 @@ import audit_kernels as kernels
 from audit_kernels import attention, gather, products
 
 from bench import codegen
+from bench.audit.compilation import compile_request
 from bench.audit.launches import other_requests
 from bench.audit.report import audit_request
 from jaxattn.kernels.triton.requests import compile_requests
@@ -24,9 +25,21 @@ ALL = (*AMD, "sm90")
 def test_page_tables_cache_writes_and_mxfp4_products_are_safe(arch):
     launches = [launch for launch in other_requests(arch) if "every option" not in launch.name]
     names = {launch.fn.__name__ for launch in launches}
-    assert names == {"page_table_kernel", "cache_write_kernel", "mxfp4_matmul_kernel"}
+    in_tiles = {"mxfp4_tiles_kernel"} if arch == "sm90" else set()
+    assert names == {"page_table_kernel", "cache_write_kernel", "mxfp4_matmul_kernel"} | in_tiles
     for launch in launches:
         assert audit_request(launch, arch, tuned=False).failures == (), launch.name
+
+
+def test_warps_of_the_mxfp4_tiles_kernel_do_not_meet_between_its_products():
+    launches = [launch for launch in other_requests("sm90") if launch.name.endswith("in tiles: mxfp4_tiles")]
+    assert len(launches) == 4
+    for launch in launches:
+        ttgir = compile_request(launch, "sm90").ttgir
+        products = ttgir[ttgir.index("tt.dot") : ttgir.rindex("tt.dot")]
+        assert "tt.load" in products
+        assert "local_" not in products
+        assert "gpu.barrier" not in products
 
 
 @pytest.mark.parametrize("arch", AMD)

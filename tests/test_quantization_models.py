@@ -13,8 +13,9 @@ from hybrid import QUICKLY, Pool, rows
 
 from jaxattn.errors import CheckpointError
 from jaxattn.generate import GenerationOptions, generate
+from jaxattn.models import streaming
 from jaxattn.models.load import load_model
-from jaxattn.quantization import Fp8Weight, Mxfp4Weight
+from jaxattn.quantization import Fp8Weight, Mxfp4Tiles, Mxfp4Weight
 
 MIXED, MOE = "quark_mxfp4_qwen3_5_mtp", "quark_f2f_mxfp4_qwen3_5_moe_mtp"
 
@@ -214,6 +215,29 @@ def test_a_plain_checkpoint_quantises_on_load_what_is_safe_to(method, kind):
     assert same(layer.mlp.experts.up, again)
     dense = layer.mlp.experts.up.dequantize(jnp.float32)
     assert 0 < float(jnp.abs(dense - source.mlp.experts.up).max()) < 0.5
+
+
+@pytest.mark.parametrize("name", ["quark_mxfp4_llama", MIXED, MOE])
+def test_matrices_are_loaded_in_tiles_where_their_kernel_is_tuned(name, monkeypatch):
+    plain = load_model(DATA / name, dtype=jnp.bfloat16)
+    monkeypatch.setattr(streaming, "tiles_are_faster", lambda: True)
+    model = load_model(DATA / name, dtype=jnp.bfloat16)
+
+    def quantised(model):
+        kinds = (Mxfp4Weight, Mxfp4Tiles)
+        leaves = jax.tree.leaves(model.weights, is_leaf=lambda w: isinstance(w, kinds))
+        return [w for w in leaves if isinstance(w, kinds)]
+
+    for old, new in zip(quantised(plain), quantised(model), strict=True):
+        # Experts are picked from a batch of weights.
+        assert isinstance(new, Mxfp4Weight if len(old.shape) == 3 else Mxfp4Tiles)
+        assert (new.dequantize(jnp.float32) == old.dequantize(jnp.float32)).all()
+    ids = np.load(DATA / name / "golden.npz")["input_ids"][0]
+    want = np.asarray(prefill(plain, ids)[0], np.float32)
+    np.testing.assert_allclose(
+        np.asarray(prefill(model, ids)[0], np.float32), want, atol=0.03 * np.abs(want).max()
+    )
+    assert isinstance(quantised(load_model(DATA / name, dtype=jnp.float32))[0], Mxfp4Weight)
 
 
 def test_options_that_a_gguf_file_has_not_are_refused(tmp_path):

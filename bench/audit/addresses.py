@@ -8,7 +8,10 @@ from bench.audit.mlir import VALUE, Module, Operation
 from bench.audit.mlir_text import UnreadableIR
 
 # Lengths, depths, tile numbers and bit masks count within one sequence; a pool's stride never multiplies them.
-COUNTS = frozenset({"seqused_k", "depths", "ancestors", "tile_start", "active", "block_index"})
+# The words of an MXFP4 weight are values.
+COUNTS = frozenset(
+    {"seqused_k", "depths", "ancestors", "tile_start", "active", "block_index", "codes", "scale"}
+)
 
 READS = ("tt.load", "tt.atomic_rmw", "tt.atomic_cas", "tt.descriptor_load", "tt.descriptor_gather")
 BUFFER_READS = ("buffer_load", "buffer_atomic_rmw", "buffer_atomic_cas")

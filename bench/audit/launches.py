@@ -13,10 +13,11 @@ import jax.numpy as jnp
 
 from jaxattn.index64 import index64
 from jaxattn.kernels import tuning
-from jaxattn.kernels.triton import attention, cache_write, mxfp4, page_table
+from jaxattn.kernels.triton import attention, cache_write, mxfp4, mxfp4_tiles, page_table
 from jaxattn.kernels.triton.launch import recording
 from jaxattn.kernels.triton.requests import CompileRequest, request_of
 from jaxattn.problem import AttentionProblem
+from jaxattn.quantization import Mxfp4Tiles, Mxfp4Weight
 from jaxattn.slot_rows import PooledRows, RaggedRows
 
 SEQUENCES, PAGE_SIZE, KV_HEADS, GROUP, HEAD_DIM = 64, 16, 8, 4, 128
@@ -122,3 +123,11 @@ def _mxfp4_requests(arch: str) -> Iterator[CompileRequest]:
         x = array(tokens, columns, dtype=jnp.bfloat16)
         product = functools.partial(mxfp4.run, rows=rows)
         yield from trace(arch, f"{tokens} x {columns} by {rows} rows", product, x, packed, scale)
+    tiles = jax.eval_shape(Mxfp4Tiles.from_weight, Mxfp4Weight(packed, scale, rows, columns))
+    for tokens in (1, 8, 16, 32):
+        x = array(tokens, columns, dtype=jnp.bfloat16)
+        with tuning.using(tuning.Device(architecture=arch, cores=100)):
+            reason = mxfp4_tiles.supports(x)
+        if reason is None:
+            name = f"{tokens} x {columns} by {rows} rows in tiles"
+            yield from trace(arch, name, mxfp4_tiles.run, x, tiles)

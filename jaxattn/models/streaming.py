@@ -22,6 +22,7 @@ from jaxattn.quantization import forms
 from jaxattn.quantization.config import FP8, MXFP4, PLAIN, QuantizationConfig
 from jaxattn.quantization.exclude import spellings
 from jaxattn.quantization.fp8 import Fp8Weight
+from jaxattn.quantization.mxfp4_tiles import Mxfp4Tiles, tiles_are_faster
 from jaxattn.quantization.mxfp4_weight import Mxfp4Weight
 
 # What is read at a time where only a part of each row is kept.
@@ -156,9 +157,11 @@ def load_tree(
         on_load: quantise plain linear weights to the form that this config declares.
 
     Returns:
-        The tree of arrays, `Mxfp4Weight` and `Fp8Weight`.
+        The tree of arrays, `Mxfp4Weight` and `Fp8Weight`. Single MXFP4 matrices on one device become `Mxfp4Tiles`
+        where its kernel is tuned for the device.
     """
     place, host = sharding or (lambda path, shape: None), HostBuffer()
+    in_tiles = sharding is None and dtype == jnp.bfloat16 and tiles_are_faster()
 
     def load(path, weight: PlannedWeight):
         name = "/".join(
@@ -169,6 +172,8 @@ def load_tree(
         form = _form_on_load(weight, on_load)
         if form is not None:
             value = (Mxfp4Weight if form == MXFP4 else Fp8Weight).from_array(value)
+        if in_tiles and isinstance(value, Mxfp4Weight) and len(value.shape) == 2:
+            value = Mxfp4Tiles.from_weight(value)
         loaded(math.prod(weight.spec.shape))
         return value
 

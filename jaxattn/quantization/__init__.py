@@ -3,6 +3,7 @@
 from jaxattn.quantization.config import QuantizationConfig
 from jaxattn.quantization.exclude import ExcludeList
 from jaxattn.quantization.fp8 import Fp8Weight
+from jaxattn.quantization.mxfp4_tiles import Mxfp4Tiles
 from jaxattn.quantization.mxfp4_weight import Mxfp4Weight
 from jaxattn.quantization.registry import (
     QuantizationMethod,
@@ -18,6 +19,7 @@ __all__ = [
     "ExcludeList",
     "Fp8Weight",
     "LoadReport",
+    "Mxfp4Tiles",
     "Mxfp4Weight",
     "QuantizationConfig",
     "QuantizationMethod",

@@ -3,7 +3,7 @@
 They give the same bits on every device, and those of `jaxattn.kernels.triton.formats`.
 """
 
-import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,9 +63,11 @@ def unpack(pair, instructions: str):
     the GPU merges what both have in common and drops what neither uses.
     """
     half = jax.ShapeDtypeStruct(pair.shape, jnp.float16)
-    tiles = []
+    tiles: list[Any] = []
     for names in (("$0", "unused", "$1"), ("unused", "$0", "$1")):
-        of_one = re.sub(r"\$(\d)", lambda match, names=names: names[int(match[1])], instructions)
+        of_one = instructions
+        for number, name in enumerate(names):
+            of_one = of_one.replace(f"${number}", name)
         tiles += plt.elementwise_inline_asm(
             f"{{ .reg .b32 unused; {of_one} }}",
             args=[pair],

@@ -22,10 +22,10 @@ def scaled_rows(q_ref, q_descale, k_descale, block: Block, C: AttentionConstants
     if C.k_descale:
         scale = scale * load(k_descale, block.kv_head)
     column = jnp.arange(C.product_dim, dtype=jnp.int64)
-    columns = (column,)
+    columns = [column]
     if C.k_unpack:
         column = column + (column & ~1)
-        columns = (column, column + 2)
+        columns = [column, column + 2]
     at = (block.row * C.num_heads + block.head)[:, None] * C.head_dim
     stored = [
         load(q_ref, at + column[None, :], block.live[:, None] & (column < C.head_dim)[None, :])
@@ -37,10 +37,10 @@ def scaled_rows(q_ref, q_descale, k_descale, block: Block, C: AttentionConstants
         exponent = _exponents(wide)
         row_scale = lax.bitcast_convert_type(exponent, jnp.float32)
         inverse = lax.bitcast_convert_type(0x7F000000 - exponent, jnp.float32)
-        q = [(part * inverse[:, None]).astype(C.compute) for part in wide]
+        parts = [(part * inverse[:, None]).astype(C.compute) for part in wide]
     else:
-        q = [decode(part, C.q_format, C.compute) for part in stored]
-    q = tuple(jnp.where(scale < 0.0, -part, part) for part in q)
+        parts = [decode(part, C.q_format, C.compute) for part in stored]
+    q = tuple(jnp.where(scale < 0.0, -part, part) for part in parts)
     # A factor of 0 would turn the -inf of a masked score into NaN.
     return q, jnp.maximum(jnp.abs(scale) * row_scale, 1e-35)
 
