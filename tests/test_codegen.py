@@ -31,15 +31,14 @@ def test_page_tables_cache_writes_and_mxfp4_products_are_safe(arch):
         assert audit_request(launch, arch, tuned=False).failures == (), launch.name
 
 
-def test_warps_of_the_mxfp4_tiles_kernel_do_not_meet_between_its_products():
+def test_the_codes_of_mxfp4_tiles_do_not_pass_through_shared_memory():
     launches = [launch for launch in other_requests("sm90") if launch.name.endswith("in tiles: mxfp4_tiles")]
     assert len(launches) == 4
     for launch in launches:
         ttgir = compile_request(launch, "sm90").ttgir
-        products = ttgir[ttgir.index("tt.dot") : ttgir.rindex("tt.dot")]
-        assert "tt.load" in products
-        assert "local_" not in products
-        assert "gpu.barrier" not in products
+        assert re.search(r"tt\.dot .*tensor<8x\d+x32xbf16", ttgir)
+        # The operand [warps, rows, 32]; that of the input ends with the tokens.
+        assert not re.search(r"local_alloc .*tensor<8x\d+x32xbf16", ttgir), launch.name
 
 
 @pytest.mark.parametrize("arch", AMD)
