@@ -1,5 +1,6 @@
 """The command as a user meets it: text on standard output, one line and a code for what goes wrong."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -232,8 +233,10 @@ def test_a_closed_pipe_is_one_line_and_code_2(model_path):
 
 def test_ctrl_c_is_one_line_and_code_130(model_path):
     process = start(
-        "generate", "--model", model_path, "--max-new-tokens", "2000", "--raw", "hello", bufsize=1
+        "generate", "--model", model_path, "--max-new-tokens", "2000", "--raw", "ab", bufsize=1
     )
+    # A pipe that holds less than the text, so that the command cannot end before it is interrupted.
+    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
