@@ -142,10 +142,14 @@ def _is_ancestor(
 
 
 def masked_scores(
-    problem: AttentionProblem, rows: QueryRows, q: Float32[Array, "B K G Q D"], tile: KeyTile
+    problem: AttentionProblem,
+    rows: QueryRows,
+    q: Float32[Array, "B K G Q D"],
+    tile: KeyTile,
+    heads_together: bool = False,
 ) -> Float32[Array, "B K G Q L"]:
     """Score each query row against each key of the tile; `-inf` where the row does not see the key."""
-    scores = _products.scores(q, tile.k)
+    scores = _products.scores(q, tile.k, heads_together)
     if problem.softcap is not None:
         cap = jnp.float32(problem.softcap)
         scores = cap * jnp.tanh(scores / cap)

@@ -1,6 +1,6 @@
 """The two products of attention in plain XLA: rows with keys, and weights with values.
 
-XLA takes a product per KV head on keys that it first copies into an order of heads, then keys. Few rows are
+XLA's CPU product per KV head works on keys that are first copied into an order of heads, then keys. Few rows are
 cheaper as one product over all heads: keys stay as they lie in their pages, and rows are zero outside their own head.
 A NaN or an infinity in one head of a key then reaches that row's other heads.
 """
@@ -14,10 +14,21 @@ from jaxtyping import Array, Float32
 _FEW_ROWS_OF_HEAD, _FEW_ROWS = 3, 16
 
 
-def scores(q: Float32[Array, "B K G Q D"], k: Float32[Array, "B L K D"]) -> Float32[Array, "B K G Q L"]:
+def heads_together_pay(heads: int, rows_of_head: int) -> bool:
+    """Whether one product over all KV heads is the faster one here.
+
+    On a CPU only: over several devices the heads may lie apart, and a product over all of them would gather them.
+    """
+    few = rows_of_head <= _FEW_ROWS_OF_HEAD and heads * rows_of_head <= _FEW_ROWS
+    return heads > 1 and few and jax.default_backend() == "cpu"
+
+
+def scores(
+    q: Float32[Array, "B K G Q D"], k: Float32[Array, "B L K D"], heads_together: bool = False
+) -> Float32[Array, "B K G Q L"]:
     """Products of each row with the keys of its head."""
     rows = q.reshape(*q.shape[:2], -1, q.shape[4])  # [B, K, G*Q, D]
-    if _takes_heads_together(rows):
+    if heads_together:
         batch, heads, count, width = rows.shape
         own = jnp.eye(heads, dtype=jnp.float32)[:, None, :, None]
         rows = (own * rows[:, :, :, None]).reshape(batch, heads * count, heads * width)
@@ -30,11 +41,11 @@ def scores(q: Float32[Array, "B K G Q D"], k: Float32[Array, "B L K D"]) -> Floa
 
 
 def weighted_values(
-    weights: Float32[Array, "B K G Q L"], v: Float32[Array, "B L K Dv"]
+    weights: Float32[Array, "B K G Q L"], v: Float32[Array, "B L K Dv"], heads_together: bool = False
 ) -> Float32[Array, "B K G Q Dv"]:
     """Sums of the values of each row's head, by its weights."""
     rows = weights.reshape(*weights.shape[:2], -1, weights.shape[4])  # [B, K, G*Q, L]
-    if _takes_heads_together(rows):
+    if heads_together:
         batch, heads, count, length = rows.shape
         product = _product(
             rows.reshape(batch, -1, length), v.reshape(*v.shape[:2], -1), (((2,), (1,)), ((0,), (0,)))
@@ -44,11 +55,6 @@ def weighted_values(
     else:
         product = jnp.einsum("bkrl,blkd->bkrd", rows, v, precision=jax.lax.Precision.HIGHEST)
     return product.reshape(*weights.shape[:4], -1)
-
-
-def _takes_heads_together(rows: Float32[Array, "B K rows width"]) -> bool:
-    heads, count = rows.shape[1:3]
-    return heads > 1 and count <= _FEW_ROWS_OF_HEAD and heads * count <= _FEW_ROWS
 
 
 def _product(left, right, dimension_numbers):

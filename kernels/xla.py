@@ -110,6 +110,7 @@ def _attend_rows(
     """Attend from one group of blocks to its keys, with an online softmax."""
     q = _blocks.scaled_queries(problem, rows)
     start, stop = _blocks.key_range(problem, rows)
+    heads_together = _products.heads_together_pay(q.shape[1], q.shape[2] * q.shape[3])
     page = start // problem.page_size
     pages = jnp.max(cdiv(stop, problem.page_size) - page)
 
@@ -118,12 +119,12 @@ def _attend_rows(
         keys = _blocks.gather_keys(
             problem, rows.sequence, first_page + tile * tile_pages, tile_pages, start, stop
         )
-        scores = _blocks.masked_scores(problem, rows, q, keys)
+        scores = _blocks.masked_scores(problem, rows, q, keys, heads_together)
         new_maximum = jnp.maximum(maximum, scores.max(axis=-1))
         shift = _output.finite_or_zero(new_maximum)
         weights = jnp.exp(scores - shift[..., None])
         rescale = jnp.exp(maximum - shift)
-        values = _products.weighted_values(weights, keys.v)
+        values = _products.weighted_values(weights, keys.v, heads_together)
         return (
             new_maximum,
             total * rescale + weights.sum(axis=-1),
