@@ -11,6 +11,7 @@ from test_speculative_drafting import log_softmax
 from toy_decoder import VOCAB, WIDTH, program, setup, weights
 
 from bench.draft_head import questions, training
+from bench.draft_head.texts import Conversations
 from bench.requests import Engine, Request
 from bench.speculative import PROMPTS as PROMPTS_OF_BENCH
 from jaxattn import CheckpointError, extend_metadata
@@ -224,3 +225,25 @@ def test_no_question_of_the_training_is_one_that_is_measured_with():
     asked = {questions.ask(rng) for _ in range(20000)}
     assert len(asked) > 10000
     assert not asked & set(PROMPTS_OF_BENCH)
+
+
+def test_features_that_are_no_layers_of_the_model_are_refused():
+    run = run_of(ModelDrafter(model=DRAFT, num_draft_tokens=3))
+    target = dataclasses.replace(run.decoder.target, features=(7,))
+    run.decoder = dataclasses.replace(run.decoder, target=target)
+    run.admit(0, PROMPTS[0], max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"features: expected layers in \[0, 1\), .* got \(7,\)"):
+        run.write()
+
+
+def test_conversations_to_measure_with_share_no_question_with_the_others():
+    tokens = np.array([[1, 2, 3], [4, 5, 6], [1, 2, 9], [7, 8, 9], [4, 5, 1]])
+    texts = Conversations(tokens, np.full(5, 3), np.full(5, 2))
+    trained, held_out = training._parted(texts, 1)
+    assert trained.tolist() == [0, 2, 3]
+    assert held_out.tolist() == [4]
+    model = tiny_models.load("llama_tiny")
+    for held_out in (1, 6):
+        plan = training.Plan(steps=1, batch=2, held_out=held_out)
+        with pytest.raises(ValueError, match=f"held_out: expected a multiple of batch=2 .* got {held_out}"):
+            training.train_head(model, texts, plan)

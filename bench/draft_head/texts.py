@@ -54,11 +54,11 @@ def write_conversations(
         [Request(before, QUESTION_TOKENS, 1.0, seed + i) for i in range(count // 2)],
         lambda done: progress("questions", done),
     )
-    questions = [[t for t in question.tokens if t not in stops] for question in made_up]
     rng = np.random.default_rng(seed)
-    questions += [
-        model.codec.encode(ask(rng), add_special_tokens=False) for _ in range(count - len(questions))
-    ]
+    asked = [model.codec.encode(ask(rng), add_special_tokens=False) for _ in range(count - count // 2)]
+    questions: list[list[int]] = [[]] * count
+    questions[0::2] = asked
+    questions[1::2] = [[t for t in question.tokens if t not in stops] for question in made_up]
     prompts = [[*before, *question, *after] for question in questions]
     answers = engine.answer(
         [

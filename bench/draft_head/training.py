@@ -54,13 +54,22 @@ def train_head(
 ):
     """Train a head on the answers of `texts` and return it in float32.
 
-    The last `plan.held_out` conversations are not trained on; every hundred steps `keep` gets the head as it is then.
+    The last `plan.held_out` conversations are not trained on, nor others with the same question; every hundred steps
+    `keep` gets the head as it is then.
+
+    Raises:
+        ValueError: the held-out conversations are not whole batches, or leave none to train on.
     """
+    if plan.held_out < 0 or plan.held_out % plan.batch or plan.held_out >= len(texts.tokens):
+        raise ValueError(
+            f"held_out: expected a multiple of batch={plan.batch} below the {len(texts.tokens)} conversations, "
+            f"got {plan.held_out}"
+        )
+    trained, held_out = _parted(texts, plan.held_out)
     head = eagle.init_head(model.program.config, model.weights, jax.random.key(plan.seed))
     moments = jax.tree.map(jnp.zeros_like, (head, head))
     rng = np.random.default_rng(plan.seed)
-    trained = len(texts.tokens) - plan.held_out
-    rounds = range(plan.steps * plan.batch // trained + 1)
+    rounds = range(plan.steps * plan.batch // len(trained) + 1)
     order = np.concatenate([rng.permutation(trained) for _ in rounds])
     for step in range(plan.steps):
         chosen = texts.take(order[step * plan.batch : (step + 1) * plan.batch])
@@ -73,10 +82,22 @@ def train_head(
     if plan.held_out:
         measured = [
             _evaluate(model.program, plan, options, model.weights, head, texts.take(rows))
-            for rows in np.split(np.arange(trained, len(texts.tokens)), plan.held_out // plan.batch)
+            for rows in np.split(held_out, plan.held_out // plan.batch)
         ]
         report(f"held out: {_described(jax.tree.map(lambda *values: sum(values) / len(values), *measured))}")
     return head
+
+
+def _parted(texts: Conversations, held_out: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows to train on and to measure with, which have no question in common."""
+
+    def question(row):
+        return texts.tokens[row, : texts.starts[row]].tobytes()
+
+    first = len(texts.tokens) - held_out
+    measured = {question(row) for row in range(first, len(texts.tokens))}
+    trained = [row for row in range(first) if question(row) not in measured]
+    return np.asarray(trained), np.arange(first, len(texts.tokens))
 
 
 def _described(measured) -> str:
@@ -143,7 +164,10 @@ def _compare(program, weights, outputs, target_hidden, counts):
 
 
 def _compare_slices(program, weights, outputs, target_hidden, counts):
-    """The value of `_compare` and its slope along `outputs`, a slice of rows at a time: no logits are kept."""
+    """The value of `_compare` and its slope along `outputs`, a slice of rows at a time: no logits are kept.
+
+    The slope is that of a decoder's logits, the product with its embedding or head.
+    """
     total, steps = counts.shape
     rows = min(LOGITS_ROWS, total)
     number = -(-total // rows)

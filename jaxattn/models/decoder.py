@@ -164,7 +164,14 @@ def forward(
         features: layers, ascending, whose inputs follow the hidden states: `[T, (1 + features) * E]`. `logits`
             takes both forms.
         **options: further arguments of `unified_attention`: `implementation`, `batch_invariant`, `config`.
+
+    Raises:
+        ValueError: `features` are not layers of the model, or not in order.
     """
+    if list(features) != sorted(set(features) & set(range(config.num_layers))):
+        raise ValueError(
+            f"features: expected layers in [0, {config.num_layers}), each once and ascending, got {features}"
+        )
     num_tokens = tokens.shape[0]
     positions = metadata.positions(num_tokens)
     rotations = {

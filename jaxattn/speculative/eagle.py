@@ -65,7 +65,10 @@ class EagleWeights:
 
 
 def features(config: DecoderConfig) -> tuple[int, ...]:
-    """Layers of the target whose inputs the head reads beside the hidden states: a low, a middle and a high one."""
+    """Layers of the target whose inputs the head reads beside the hidden states: a low, a middle and a high one.
+
+    Of a model with one or two layers it is the last.
+    """
     last = config.num_layers - 1
     return tuple(sorted({min(max(1, round(share * config.num_layers)), last) for share in (0.1, 0.5, 0.9)}))
 
@@ -107,7 +110,7 @@ def fuse(config: DecoderConfig, module: EagleHead, hidden: Float[Array, "T parts
             f"hidden: expected width {module.features_fc.shape[1]}, the target's {config.hidden_size} with the inputs "
             f"of layers {features(config)} behind it, got {hidden.shape[-1]}; give ProgramTarget these features"
         )
-    parts = hidden.astype(module.features_fc.dtype).reshape(*hidden.shape[:-1], -1, config.hidden_size)
+    parts = hidden.astype(module.features_fc.dtype).reshape(*hidden.shape[:-1], *module.features_norm.shape)
     normed = rms_norm(parts, module.features_norm, config.rms_norm_eps)
     return linear(normed.reshape(hidden.shape), module.features_fc)
 
