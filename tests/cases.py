@@ -160,6 +160,16 @@ def _tree_cases() -> dict[str, Case]:
         mode="target_verify", lengths=((9, 40), (9, 9), (9, 0), (2, 70)), tree=2, alibi=True
     )
     cases["tree-bfloat16"] = Case(mode="target_verify", tree=1, dtype="bfloat16", page_size=16, heads=6)
+    # Whole tiles between the edge of the window, which differs by row, and the tree.
+    cases["tree-window-behind-a-prefix"] = Case(
+        mode="target_verify",
+        lengths=((5, 85), (9, 120)),
+        tree=1,
+        heads=2,
+        kv_heads=1,
+        page_size=16,
+        options={"sliding_window": 49},
+    )
     cases["tree-two-words"] = Case(
         mode="target_verify",
         lengths=((70, 90), (5, 11)),

@@ -28,7 +28,12 @@ COVERING_CASES = {
         "extend-float16-everything",
         "tree-everything",
     ),
-    *("tree-two-words", "decode-bfloat16-kv-fp8", "decode-bfloat16-kv-float8_e4m3fnuz"),
+    *(
+        "tree-window-behind-a-prefix",
+        "tree-two-words",
+        "decode-bfloat16-kv-fp8",
+        "decode-bfloat16-kv-float8_e4m3fnuz",
+    ),
     *("decode-bfloat16-kv-float8_e5m2", "extend-float32-kv-int8", "decode-q-float8_e4m3fn", "decode-q-int8"),
     *("extend-out-float8_e4m3fn", "extend-out-int8", "decode-page-1", "decode-ratio-7"),
     *("extend-width-24-40", "decode-long-among-short", "decode-empty"),
