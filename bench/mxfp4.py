@@ -26,6 +26,7 @@ from bench.run import positive
 from bench.timing import Timing, device_time
 from jaxattn.quantization import Mxfp4Tiles, Mxfp4Weight
 from jaxattn.quantization.mxfp4_matmul import IMPLEMENTATIONS, matmul
+from jaxattn.quantization.mxfp4_tiles import tiles_are_faster
 from jaxattn.quantization.weights import dot
 
 # Largest error over the largest value; the products round x to bfloat16 and nothing else.
@@ -122,7 +123,7 @@ def parse(arguments) -> argparse.Namespace:
         "--implementation",
         nargs="+",
         choices=(TILES, *IMPLEMENTATIONS),
-        default=["xla"] if on_cpu else (TILES, *IMPLEMENTATIONS),
+        default=["xla"] if on_cpu else (*[TILES] * tiles_are_faster(), *IMPLEMENTATIONS),
     )
     parser.add_argument("--iterations", type=positive, default=15, help="timed runs")
     parser.add_argument("--json", metavar="FILE", help="write every figure to this file")

@@ -1,4 +1,4 @@
-"""MXFP4 weights in tiles: every code with every scale through the kernel and through XLA, and the loader's choice."""
+"""MXFP4 weights in tiles: every code through the kernel and through XLA, with small, large and odd scales."""
 
 import importlib.util
 
@@ -64,7 +64,7 @@ def test_the_kernel_equals_the_dense_product(tokens, shape, implementation):
     """Rows and columns that fill no tile, warps that find no step, every code, scales apart and below 2**-126."""
     from jaxattn.kernels.triton import mxfp4_tiles as kernel
 
-    weight, dense = drawn(*shape)
+    weight, _ = drawn(*shape)
     scale = weight.scale.at[0, 0].set(0).at[1, 1].set(1).at[2].set(230)
     weight = Mxfp4Weight(weight.packed, scale, *shape)
     dense = np.asarray(weight.dequantize(jnp.float32), np.float64)
@@ -83,7 +83,7 @@ def test_the_kernel_says_what_it_cannot_multiply():
     from jaxattn.kernels.triton import mxfp4_tiles as kernel
 
     tiles = Mxfp4Tiles.from_weight(drawn(32, 128)[0])
-    with pytest.raises(UnsupportedError, match=r"expected 1 to 32 rows, .* got 33"):
+    with pytest.raises(UnsupportedError, match="expected 1 to 32 rows, got 33"):
         kernel.run(jnp.ones((33, 128), jnp.bfloat16), tiles)
     with pytest.raises(UnsupportedError, match="expected bfloat16, got float32"):
         kernel.run(jnp.ones((1, 128), jnp.float32), tiles)
@@ -103,3 +103,11 @@ def test_four_bit_activations_are_emulated():
     x = jnp.asarray(np.random.default_rng(2).standard_normal((3, 64)), jnp.float32)
     want = np.asarray(mxfp4.quantize_dequantize(x), np.float64) @ dense.T
     np.testing.assert_allclose(tiles.matmul(x), want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+def test_columns_are_compared_and_no_rows_are_no_rows():
+    tiles = Mxfp4Tiles.from_weight(drawn(45, 200)[0])
+    assert tiles.matmul(jnp.ones((0, 200), jnp.float32)).shape == (0, 45)
+    for columns in (100, 256, 257):
+        with pytest.raises(ValueError, match=f"x: expected 200 columns, got {columns}"):
+            tiles.matmul(jnp.ones((1, columns), jnp.float32))

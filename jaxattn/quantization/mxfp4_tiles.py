@@ -84,7 +84,13 @@ class Mxfp4Tiles(QuantizedWeight):
 
     @jax.jit
     def matmul(self, x: Float[Array, "... columns"]) -> Float32[Array, "... rows"]:
-        """`x @ weight.T` in float32 sums: by the kernel for few rows, else a dequantised tile at a time."""
+        """`x @ weight.T` in float32 sums: by the kernel for few rows, else a dequantised tile at a time.
+
+        Raises:
+            ValueError: `x` has another number of columns.
+        """
+        if x.shape[-1] != self.columns:
+            raise ValueError(f"x: expected {self.columns} columns, got {x.shape[-1]}")
         if self.quantize_input:
             x = mxfp4.quantize_dequantize(x)
         tokens = x.reshape(-1, x.shape[-1])
@@ -127,7 +133,7 @@ def tiled_product(x: Float[Array, "tokens columns"], weight: Mxfp4Tiles) -> Floa
         lambda part: dot(x, _dequantize(part[0], part[1], part[2].reshape(-1), x.dtype)),
         jax.tree.map(grouped, arrays),
     )  # [groups, tokens, rows of a group]
-    return jnp.moveaxis(products, 0, 1).reshape(len(x), -1)[:, : weight.rows]
+    return jnp.moveaxis(products, 0, 1).reshape(len(x), (row_tiles + missing) * ROWS)[:, : weight.rows]
 
 
 @jax.jit

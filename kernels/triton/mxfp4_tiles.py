@@ -38,7 +38,7 @@ CODES_OF_STEP, SCALES_OF_STEP = tl.constexpr(512), tl.constexpr(32)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What one launch is compiled for; the last eight are those of `kernels/tuning/mxfp4_tiles.json`."""
+    """What one launch is compiled for; the last seven are those of `kernels/tuning/mxfp4_tiles.json`."""
 
     tokens: int
     token_blocks: int
@@ -73,7 +73,7 @@ def supports(x: Float[Array, "tokens columns"]) -> str | None:
         return f"x: expected bfloat16, got {x.dtype}"
     limit = table["entries"][-1]["most_tokens"]
     if not 0 < x.shape[0] <= limit:
-        return f"x: expected 1 to {limit} rows, more are served better by dequantised tiles, got {x.shape[0]}"
+        return f"x: expected 1 to {limit} rows, got {x.shape[0]}; others are served by dequantised tiles"
     return None
 
 
