@@ -17,7 +17,7 @@ import numpy as np
 
 from bench.inputs import draw
 from bench.requests import Engine, Request
-from bench.timing import device_time
+from bench.timing import clock, device_time
 from jaxattn.models import decoder
 from jaxattn.models.config import DecoderConfig, LayerConfig, Rope
 from jaxattn.models.load import Model, Program, load_model
@@ -84,28 +84,27 @@ def drafting_of(method: str, model: Model, n: int, options) -> Drafting:
 
 
 def cycle_times(engine: Engine, batch: list[Request], iterations: int = 5) -> dict[str, float]:
-    """Microseconds of a cycle by the clock and by its kernels, from runs that differ in their cycles only."""
+    """Microseconds of a cycle by the clock and, on CUDA, by its kernels, from runs that differ in their cycles only."""
     state = engine.prefilled(batch)
 
     @jax.jit
     def run(weights, state, count):
         return loop._run.__wrapped__(engine.decoder, weights, state, count)
 
-    kernels, clock = {}, {}
+    times: dict[str, dict[int, float]] = {"cycle": {}} | ({"kernels": {}} if clock() == "cupti" else {})
     with jax.enable_x64(True):
         for count in (1, 1 + CYCLES):
             arguments = (engine.weights, state, jax.device_put(np.int64(count)))
-            kernels[count] = device_time(run, arguments, iterations=iterations).median
+            jax.block_until_ready(run(*arguments))
+            if "kernels" in times:
+                times["kernels"][count] = device_time(run, arguments, iterations=iterations).median
             samples = []
             for _ in range(2 * iterations):
                 started = time.perf_counter()
                 jax.block_until_ready(run(*arguments))
                 samples.append(1e6 * (time.perf_counter() - started))
-            clock[count] = float(np.median(samples))
-    return {
-        f"{name}_us": (times[1 + CYCLES] - times[1]) / CYCLES
-        for name, times in (("cycle", clock), ("kernels", kernels))
-    }
+            times["cycle"][count] = float(np.median(samples))
+    return {f"{name}_us": (found[1 + CYCLES] - found[1]) / CYCLES for name, found in times.items()}
 
 
 def measure(model: Model, method: str, *, n: int, rows: int, context: int, options) -> dict:
@@ -125,7 +124,7 @@ def measure(model: Model, method: str, *, n: int, rows: int, context: int, optio
     return {"model": model.name, "method": method, "n": n, "rows": rows, "context": context, **times}
 
 
-def main() -> None:
+def main(arguments=None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.cycle",
@@ -139,7 +138,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt")
     parser.add_argument("--implementation", help="of attention")
     parser.add_argument("--json", help="a file for the table")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     options = () if given.implementation is None else (("implementation", given.implementation),)
     model = random_model(given.model, jnp.bfloat16) if given.model in SHAPES else load_model(given.model)
     print(f"{model.name} in {model.dtype} on {jax.devices()[0].device_kind}")
@@ -155,9 +154,11 @@ def main() -> None:
             options=options,
         )
         table.append(row)
+        of_kernels = "          -                -"
+        if "kernels_us" in row:
+            of_kernels = f"{row['kernels_us']:11.0f} {row['cycle_us'] / row['kernels_us']:16.2f}"
         print(
-            f"{row['method']:6} {row['n']:3} {row['rows']:5} {row['context']:8} {row['cycle_us']:9.0f} "
-            f"{row['kernels_us']:11.0f} {row['cycle_us'] / row['kernels_us']:16.2f}",
+            f"{row['method']:6} {row['n']:3} {row['rows']:5} {row['context']:8} {row['cycle_us']:9.0f} {of_kernels}",
             flush=True,
         )
     if given.json:

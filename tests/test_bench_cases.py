@@ -7,7 +7,7 @@ import numpy as np
 import oracle
 import pytest
 
-from bench import contest, results, run, shapes, step
+from bench import contest, cycle, results, run, shapes, step
 from bench import mxfp4 as mxfp4_bench
 from bench.inputs import TOLERANCE, expected_rows, make_inputs, sampled_error
 from bench.peers import Candidate, aiter_torch, dense, fa3, flashinfer_torch, jax_paged
@@ -282,3 +282,13 @@ def test_a_wrong_mxfp4_product_has_no_speed(monkeypatch):
     monkeypatch.setattr(mxfp4_bench, "matmul", lambda *a, **k: right(*a, **k) + 1)
     with pytest.raises(SystemExit, match="xla: wrong answer"):
         mxfp4_bench.measure(1, 64, 64, ["xla"], 1)
+
+
+def test_a_cycle_of_the_loop_is_timed(capsys, tmp_path):
+    cycle.main(["toy", "--rows", "2", "--context", "20", "--json", str(tmp_path / "cycle.json")])
+    rows = json.loads((tmp_path / "cycle.json").read_text())
+    assert [(row["method"], row["n"], row["rows"]) for row in rows] == [("off", 1, 2), ("eagle", 4, 2)]
+    assert all(row["cycle_us"] > 0 for row in rows)
+    # Without the clock of a GPU no time is called that of kernels.
+    assert not any("kernels_us" in row for row in rows)
+    assert "toy in bfloat16" in capsys.readouterr().out

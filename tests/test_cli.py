@@ -232,9 +232,7 @@ def test_a_closed_pipe_is_one_line_and_code_2(model_path):
 
 
 def test_ctrl_c_is_one_line_and_code_130(model_path):
-    process = start(
-        "generate", "--model", model_path, "--max-new-tokens", "2000", "--raw", "ab", bufsize=1
-    )
+    process = start("generate", "--model", model_path, "--max-new-tokens", "2000", "--raw", "ab", bufsize=1)
     # A pipe that holds less than the text, so that the command cannot end before it is interrupted.
     fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
     assert process.stdout.read(1)

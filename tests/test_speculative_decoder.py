@@ -278,3 +278,5 @@ def test_several_requests_enter_at_once_as_they_would_one_by_one():
     admissions[1] = dataclasses.replace(admissions[1], prompt=[])
     with pytest.raises(ValueError, match="prompt: expected at least one token"):
         admit_all(together.state, admissions)
+    with pytest.raises(ValueError, match="admissions: expected at least one, got none"):
+        admit_all(together.state, {})

@@ -66,9 +66,13 @@ def admit_all(state: DecoderState, admissions: Mapping[int, Admission]) -> Decod
         state: the batch.
         admissions: what enters each row, at least one.
 
+    It compiles once for each number of admissions.
+
     Raises:
-        ValueError: as `admit` says, of any of them; the state is as it was.
+        ValueError: as `admit` says, of any of them, or there is none; the state is as it was.
     """
+    if not admissions:
+        raise ValueError("admissions: expected at least one, got none")
     rows = [_row_values(state, row, admission) for row, admission in admissions.items()]
     values = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     sampling = SamplingParams.create(
