@@ -232,7 +232,14 @@ def test_a_closed_pipe_is_one_line_and_code_2(model_path):
 
 
 def test_ctrl_c_is_one_line_and_code_130(model_path):
-    process = start("generate", "--model", model_path, "--max-new-tokens", "2000", "--raw", "ab", bufsize=1)
+    # A shell starts what runs in its background with this signal ignored, which children inherit.
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        process = start(
+            "generate", "--model", model_path, "--max-new-tokens", "2000", "--raw", "ab", bufsize=1
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     # A pipe that holds less than the text, so that the command cannot end before it is interrupted.
     fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
     assert process.stdout.read(1)
