@@ -62,11 +62,11 @@ def admit(state: DecoderState, row: int, prompt: Sequence[int], **options: Any) 
 def admit_all(state: DecoderState, admissions: Mapping[int, Admission]) -> DecoderState:
     """Put prompts into free rows, all in one update of the state; see `admit`.
 
+    It compiles once for each number of admissions.
+
     Args:
         state: the batch.
         admissions: what enters each row, at least one.
-
-    It compiles once for each number of admissions.
 
     Raises:
         ValueError: as `admit` says, of any of them, or there is none; the state is as it was.
