@@ -21,8 +21,8 @@ from bench.timing import clock, device_time
 from jaxattn.models import decoder
 from jaxattn.models.config import DecoderConfig, LayerConfig, Rope
 from jaxattn.models.load import Model, Program, load_model
-from jaxattn.speculative import Drafting, ModelDrafter, drafting_for, eagle
 from jaxattn.speculative import decoder as loop
+from jaxattn.speculative import drafting_for, eagle
 
 # Layers, width, inner width, query heads, KV heads, head width, vocabulary, whether the head is tied.
 SHAPES = {
@@ -69,20 +69,6 @@ def random_model(name: str, dtype) -> Model:
     return Model(name, Program(config), weights)
 
 
-def drafting_of(method: str, model: Model, n: int, options) -> Drafting:
-    """The drafting of `generate`, with a random head for a model of random weights."""
-    if method != "eagle" or model.name not in SHAPES:
-        return drafting_for(method, model, num_draft_tokens=n, attention=options)
-    config = model.program.config
-    head = eagle.EagleWeights.share(eagle.init_head(config, model.weights, jax.random.key(1)), model.weights)
-    return Drafting(
-        ModelDrafter(model=eagle.EagleDraft(config, options), num_draft_tokens=n),
-        head,
-        lambda **pool: eagle.allocate_cache(config, **pool),
-        eagle.features(config),
-    )
-
-
 def cycle_times(engine: Engine, batch: list[Request], iterations: int = 5) -> dict[str, float]:
     """Microseconds of a cycle by the clock and, on CUDA, by its kernels, from runs that differ in their cycles only."""
     state = engine.prefilled(batch)
@@ -110,9 +96,12 @@ def cycle_times(engine: Engine, batch: list[Request], iterations: int = 5) -> di
 def measure(model: Model, method: str, *, n: int, rows: int, context: int, options) -> dict:
     """A row of the table."""
     n = 1 if method == "off" else n
+    head = None
+    if method == "eagle" and model.name in SHAPES:
+        head = eagle.init_head(model.program.config, model.weights, jax.random.key(1))
     engine = Engine(
         model,
-        drafting_of(method, model, n, options),
+        drafting_for(method, model, num_draft_tokens=n, attention=options, head=head),
         rows=rows,
         max_context_len=context + (CYCLES + 2) * n,
         options=options,

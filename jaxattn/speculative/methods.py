@@ -47,7 +47,7 @@ def drafting_for(
     num_draft_tokens: int = 4,
     topk: int = 1,
     attention: tuple[tuple[str, Any], ...] = (),
-    head: str | Path | None = None,
+    head: str | Path | eagle.EagleHead | None = None,
 ) -> Drafting:
     """The drafter of a method for a model.
 
@@ -58,7 +58,7 @@ def drafting_for(
         num_draft_tokens: n, rows of a verify pass: the last token and its drafts.
         topk: children of a node; above 1 the drafts form a tree.
         attention: further arguments of `unified_attention`, as pairs.
-        head: file of the draft head; by default the one that the package brings for the model.
+        head: the draft head or its file; by default the one that the package brings for the model.
 
     Raises:
         ValueError: there is no such method, or the numbers do not fit together.
@@ -91,13 +91,14 @@ def drafting_for(
         raise UnsupportedError(
             f"speculative: there are draft heads for decoders only, not for {model.name}; use mtp"
         )
-    trained = eagle.load_head(eagle.find_head(config) if head is None else head, config)
+    if not isinstance(head, eagle.EagleHead):
+        head = eagle.load_head(eagle.find_head(config) if head is None else head, config)
     drafter = ModelDrafter(
         model=eagle.EagleDraft(config, attention), num_draft_tokens=num_draft_tokens, topk=topk
     )
     return Drafting(
         drafter,
-        eagle.EagleWeights.share(trained, model.weights),
+        eagle.EagleWeights.share(head, model.weights),
         _bound(eagle.allocate_cache, config),
         eagle.features(config),
     )
