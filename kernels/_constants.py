@@ -15,7 +15,7 @@ CODES = {
     "float32": 0,
 }
 # What a reduction must know of the unit that a run begins and does not end: its pieces, q_start, q_len, first packed
-# row and KV head.
+# row, KV head, and the program of that run. A unit that no run cuts has no pieces.
 CUT_UNIT_FIELDS = 8
 
 
@@ -54,6 +54,8 @@ class AttentionConstants:
     # Instructions that convert four 8-bit values of K or V at once, empty without; see `triton.walk`.
     k_unpack: str = ""
     v_unpack: str = ""
+    # Up to so many page ids of a tile are numbers of their own; see `triton.keys`.
+    scalar_pages: int = 0
     # An instruction that the compiler moves no other across, empty without.
     issue_barrier: str = ""
     # Write neutral values to the rows of the token buffer that belong to no sequence.
@@ -121,6 +123,16 @@ class AttentionConstants:
         if self.page_size % self.tile == 0:
             return 1
         return self.tile // self.page_size if self.tile % self.page_size == 0 else self.tile
+
+    @property
+    def few_pages(self) -> bool:
+        """Whether each page id of a tile is a number of its own rather than an element of a tensor."""
+        return self.pages_in_tile <= max(1, self.scalar_pages)
+
+    @property
+    def described_by_unit(self) -> bool:
+        """Whether cut units are described at their own numbers, which are fewer than those of programs."""
+        return self.num_blocks * self.num_kv_heads < self.programs
 
     @property
     def tiles_in_chunk(self) -> int:

@@ -18,6 +18,8 @@ from jaxattn.problem import AttentionProblem
 
 # Weights of float16 reach down to 2**-39 of the largest one.
 _FLOAT16_SHIFT = 15.0
+# Numbers that a warp of the reduction holds at a time; a power of two.
+_REDUCE_ELEMENTS = 4096
 # Positions within a sequence are 32-bit in the kernels.
 _LARGEST_CAPACITY = 2**31 - 2**16
 
@@ -111,9 +113,10 @@ def _attend(problem: AttentionProblem, backend: Backend, step: Launch, schedule:
     # Fixed cuts are merged in one way only, so that the bits of a row depend on nothing else.
     pieces = None if constants.chunk else cdiv(constants.programs, units)
     reduce = tuning.tuning().choose_reduce(pieces)
-    places = units if constants.chunk else constants.programs - 1
+    places = units if constants.chunk else min(units, constants.programs - 1)
     if places == 0:
         return tuple(result)
+    fitting = _REDUCE_ELEMENTS * reduce.warps // (reduce.rows * constants.padded_value_dim)
     inputs = (
         problem.cu_seqlens_q,
         problem.seqused_k,
@@ -138,7 +141,8 @@ def _attend(problem: AttentionProblem, backend: Backend, step: Launch, schedule:
             num_warps=reduce.warps,
             aliases={len(inputs) - 2: 0, len(inputs) - 1: 1},
             C=constants,
-            PARTIALS=reduce.partials,
+            PARTIALS=min(reduce.partials, fitting),
+            MANY=0 if constants.chunk else min(reduce.many, fitting),
             ROWS=reduce.rows,
         )
     )
@@ -189,6 +193,7 @@ def _constants(
         paired_values=paired,
         k_unpack=unpack(problem.k_cache.dtype)[0] if unpacks and head_dim % 4 == 0 and head_dim > 16 else "",
         v_unpack=unpack(problem.v_cache.dtype)[1] if unpacks and paired else "",
+        scalar_pages=table.scalar_pages,
         issue_barrier=table.issue_barrier,
         fill=fill,
         softmax_scale=problem.softmax_scale,
@@ -235,9 +240,10 @@ def _partial_shapes(constants: AttentionConstants) -> tuple[jax.ShapeDtypeStruct
         pieces = cdiv(constants.capacity, constants.chunk)
         slots = constants.num_blocks * constants.num_kv_heads * pieces
     rows = (slots, constants.stored_rows)
+    described = min(constants.num_blocks * constants.num_kv_heads, constants.programs)
     return (
         jax.ShapeDtypeStruct((*rows, constants.value_dim), jnp.float32),
         jax.ShapeDtypeStruct(rows, jnp.float32),
         jax.ShapeDtypeStruct(rows, jnp.float32),
-        jax.ShapeDtypeStruct((1 if constants.chunk else constants.programs, CUT_UNIT_FIELDS), jnp.int64),
+        jax.ShapeDtypeStruct((1 if constants.chunk else described, CUT_UNIT_FIELDS), jnp.int64),
     )

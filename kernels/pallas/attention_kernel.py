@@ -65,7 +65,7 @@ def attention_kernel(
         return jnp.where(number < active, quotient(number * work, jnp.maximum(active, 1)), work)
 
     begin, end = cut(program), cut(program + 1)
-    if C.chunk == 0:
+    if C.chunk == 0 and not C.described_by_unit:
         # Where no unit begins in this run and goes on behind it, `reduce_kernel` has nothing to merge.
         store_numbers(cut_unit, program * CUT_UNIT_FIELDS, ())
 
@@ -83,7 +83,11 @@ def attention_kernel(
         rows, scale = scaled_rows(q, q_descale, k_descale, block, C)
         state = walk(rows, scale, block, page_table, k_cache, v_cache, ancestors, depths, first, last, C)
 
+        described = unit.block * C.num_kv_heads + unit.kv_head if C.described_by_unit else program
+
         def finish():
+            if C.described_by_unit and not C.uncut:
+                store_numbers(cut_unit, described * CUT_UNIT_FIELDS, ())
             store_output(
                 state, block.row, block.head, block.live, unit.kv_head,
                 sinks, v_descale, output_scale, out, lse, C,
@@ -98,8 +102,8 @@ def attention_kernel(
             @pl.when(begun == 0)
             def _describe():
                 pieces = quotient((unit.start + unit.places) * active - 1, work) - program + 1
-                fields = (pieces, block.q_start, block.q_len, first_row, unit.kv_head)
-                store_numbers(cut_unit, program * CUT_UNIT_FIELDS, fields)
+                fields = (pieces, block.q_start, block.q_len, first_row, unit.kv_head, program)
+                store_numbers(cut_unit, described * CUT_UNIT_FIELDS, fields)
 
         if C.uncut:
             finish()

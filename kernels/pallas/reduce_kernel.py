@@ -1,5 +1,7 @@
 """Merge of partial softmax states: a few output rows a program, a tile of partials at a time."""
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -33,12 +35,13 @@ def reduce_kernel(
     *,
     C: AttentionConstants,
     PARTIALS: int,
+    MANY: int,
     ROWS: int,
 ):
     """Merge the partial results of each (block, head) unit that `attention_kernel` cut, in the order of keys.
 
-    Where cuts follow from the load balance a program finds its unit by the run that it begins in; where every unit
-    is cut at fixed positions, by its number.
+    A unit is found by its number; where cuts follow from the load balance and units are more than programs, by the
+    program in which it begins.
     """
     program = pl.program_id(0).astype(jnp.int64)
     parts = cdiv(C.stored_rows, ROWS)
@@ -70,20 +73,24 @@ def reduce_kernel(
             )
             skipped = remainder(quotient(start, C.chunk), PARTIALS)
     else:
-        count, q_start, q_len, first_packed, kv_head = (
-            load(cut_unit, place * CUT_UNIT_FIELDS + field) for field in range(5)
+        count, q_start, q_len, first_packed, kv_head, first_program = (
+            load(cut_unit, place * CUT_UNIT_FIELDS + field) for field in range(6)
         )
-        # It is below that number, which says that it fits any offset.
+        # They are below those numbers, which says that they fit any offset.
         kv_head = remainder(kv_head, C.num_kv_heads)
-        first_slot = 2 * place
+        first_slot = 2 * remainder(first_program, C.programs)
+        if C.described_by_unit:
+            # Units of no live block are described by nobody.
+            block = quotient(place, C.num_kv_heads)
+            count = jnp.where(load(tile_start, block) == load(tile_start, block + 1), 0, count)
 
     packed = first_packed + block_row  # [ROWS]
     token = quotient(packed, C.group)
     live = (block_row < C.stored_rows) & (token < q_len)
 
-    def step(turn, state):
+    def step(partials, turn, state):
         acc, peak, total = state
-        index = turn * PARTIALS - skipped + jnp.arange(PARTIALS, dtype=jnp.int64)  # [PARTIALS]
+        index = turn * partials - skipped + jnp.arange(partials, dtype=jnp.int64)  # [PARTIALS]
         slot = first_slot + index
         if C.chunk == 0:
             # The run in which the unit begins stores it second, the later ones store it first.
@@ -105,18 +112,24 @@ def reduce_kernel(
         acc = acc * decay[:, None] + jnp.sum(accs * weight[:, :, None], 0)
         return acc, new_peak, total * decay + jnp.sum(totals * weight, 0)
 
-    @pl.when((count > 0) & (jnp.max(live.astype(jnp.int32)) > 0))
-    def _merge():
-        state = lax.fori_loop(
+    def merged(partials):
+        return lax.fori_loop(
             jnp.int64(0),
-            quotient(count + skipped + (PARTIALS - 1), PARTIALS),
-            step,
+            quotient(count + skipped + (partials - 1), partials),
+            functools.partial(step, partials),
             (
                 jnp.zeros((ROWS, C.padded_value_dim), jnp.float32),
                 jnp.full((ROWS,), -jnp.inf, jnp.float32),
                 jnp.zeros((ROWS,), jnp.float32),
             ),
         )
+
+    @pl.when((count > 0) & (jnp.max(live.astype(jnp.int32)) > 0))
+    def _merge():
+        if MANY > PARTIALS:
+            state = lax.cond(count > PARTIALS, lambda: merged(MANY), lambda: merged(PARTIALS))
+        else:
+            state = merged(PARTIALS)
         store_output(
             Softmax(*state), q_start + token, kv_head * C.group + remainder(packed, C.group), live, kv_head,
             sinks, v_descale, output_scale, out, lse, C,

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from jaxattn.kernels import _constants
 from jaxattn.kernels.triton.formats import decode, stored_pointer
-from jaxattn.kernels.triton.keys import bare_range, key_range
+from jaxattn.kernels.triton.keys import all_known, bare_range, hidden_zero, key_range
 from jaxattn.kernels.triton.output import fill_unowned_rows, store_rows
 from jaxattn.kernels.triton.walk import fresh_state, walk, walk_overlapped
 
@@ -127,18 +127,18 @@ def attention_kernel(
         fill_unowned_rows(cu_seqlens_q_ptr, out_ptr, lse_ptr, program, C)
     work = tl.load(tile_start_ptr + C.num_blocks)
     active = tl.load(active_ptr)
+    block = tl.load(first_block_ptr + program)
     position = work
     end = work
-    block = work
     if program < active:
         position = program * work // active
         end = (program + 1) * work // active
-        block = tl.load(first_block_ptr + program)
 
-    if C.chunk == 0:
+    if (C.chunk == 0) and not C.described_by_unit:
         # Where no unit begins in this run and goes on behind it, `reduce_kernel` has nothing to merge.
         tl.store(cut_unit_ptr + program * CUT_UNIT_FIELDS, position * 0)
 
+    table_ptr = page_table_ptr + hidden_zero()
     row = tl.arange(0, C.block_rows)  # [BM]
     while position < end:
         block_start = tl.load(tile_start_ptr + block)
@@ -197,7 +197,7 @@ def attention_kernel(
         span = (start, stop, context)
         tree = (ancestors_ptr, depths_ptr, q_start, q_len.to(tl.int32), buffer_row)
         pointers = (
-            page_table_ptr + sequence * C.table_width,
+            table_ptr + sequence * C.table_width,
             stored_pointer(k_ptr, C.k_format) + kv_head * C.head_dim,
             stored_pointer(v_ptr, C.v_format) + kv_head * C.value_dim,
         )
@@ -206,43 +206,28 @@ def attention_kernel(
             bare_first, bare_last = bare_range(context, start, stop, first_token, last_token, C)
             bare_first = tl.minimum(tl.maximum(bare_first, first), last)
             bare = tl.maximum(tl.minimum(bare_last, last) - bare_first, 0)
-            acc, peak, total = fresh
-            walking = True
-            while walking:
-                acc, peak, total, _ = walk(
-                    fresh, q, scale, rows, span, tree, pointers, first, last, bare_first, bare, C, True
+            # A page id outside the pool is rare: only where there is one are all tiles masked.
+            bare = tl.where(all_known(pointers[0], bare_first, bare_first + bare, C), bare, 0)
+            state = walk(fresh, q, scale, rows, span, tree, pointers, first, last, bare_first, bare, C, True)
+            bare_end = bare_first + bare
+            if C.overlapped:
+                acc, peak, total = walk_overlapped(
+                    state, q, scale, rows, span, tree, pointers, bare_first, bare_end, C
                 )
-                state = (acc, peak, total)
-                bare_end = bare_first + bare
-                if C.overlapped:
-                    acc, peak, total, unknown = walk_overlapped(
-                        state, q, scale, rows, span, tree, pointers, bare_first, bare_end, C
-                    )
-                else:
-                    acc, peak, total, unknown = walk(
-                        state,
-                        q,
-                        scale,
-                        rows,
-                        span,
-                        tree,
-                        pointers,
-                        bare_first,
-                        bare_end,
-                        bare_end,
-                        0,
-                        C,
-                        False,
-                    )
-                # A page id outside the pool is rare: only where one was met are all tiles masked.
-                walking = (unknown > 0) & (bare > 0)
-                bare = 0
+            else:
+                acc, peak, total = walk(
+                    state, q, scale, rows, span, tree, pointers, bare_first, bare_end, bare_end, 0, C, False
+                )
         else:
-            acc, peak, total, _ = walk(
+            acc, peak, total = walk(
                 fresh, q, scale, rows, span, tree, pointers, first, last, last, 0, C, True
             )
 
+        described = block * C.num_kv_heads + kv_head if C.described_by_unit else program
+        field = cut_unit_ptr + described * CUT_UNIT_FIELDS
         if C.uncut or ((C.chunk == 0) and (done - begun == tiles)):
+            if C.described_by_unit and not C.uncut:
+                tl.store(field, position * 0)
             store_rows(
                 acc, peak, total, buffer_row, head, live, kv_head,
                 (sinks_ptr, v_descale_ptr, output_scale_ptr), (out_ptr, lse_ptr), C,
@@ -252,12 +237,12 @@ def attention_kernel(
             if C.chunk > 0:
                 slot = position
             elif begun == 0:
-                field = cut_unit_ptr + program * CUT_UNIT_FIELDS
                 tl.store(field, ((unit_start + tiles) * active - 1) // work - program + 1)
                 tl.store(field + 1, q_start)
                 tl.store(field + 2, q_len)
                 tl.store(field + 3, first_row)
                 tl.store(field + 4, kv_head)
+                tl.store(field + 5, program)
             store_partial(
                 acc, peak, total, slot, live, partial_acc_ptr, partial_peak_ptr, partial_total_ptr, C
             )

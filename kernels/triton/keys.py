@@ -34,36 +34,85 @@ def bare_range(context, start, stop, first_token, last_token, C: tl.constexpr):
 
 
 @triton.jit
+def hidden_zero():
+    """Zero, but no compiler sees that all threads hold the same: what is loaded by it goes to vector registers.
+
+    Page ids are loaded a tile ahead. In a scalar register they would be awaited at once (CUDA), or with every access
+    to shared memory (ROCm).
+    """
+    return tl.min(tl.arange(0, 32).to(tl.float32), 0).to(tl.int64)
+
+
+@triton.jit
 def page_ids(table_ptr, tile, start, stop, C: tl.constexpr):
-    """Pages that a tile of keys needs, `[PAGES]` or a scalar; 0 where no key of the page is in [start, stop)."""
-    if C.tile % C.page_size == 0:
-        logical = tile * (C.tile // C.page_size) + tl.arange(0, C.tile // C.page_size)
-    elif C.page_size % C.tile == 0:
-        logical = tile // (C.page_size // C.tile)
+    """Pages that a tile of keys needs; what they are where no key of the page is in [start, stop) means nothing.
+
+    Few pages come as a tuple of scalars, which all threads hold, so that a key's address is the sum of what its place
+    in a page and what the page adds; many come as a tensor, one for each key where tiles and pages do not nest.
+    """
+    PAGES: tl.constexpr = C.pages_in_tile
+    if C.few_pages:
+        first = tile // (C.page_size // C.tile) if C.page_size % C.tile == 0 else tile * PAGES
+        pages = ()
+        for number in tl.static_range(PAGES):
+            # Where rows of the table are whole tiles, one page decides for all.
+            decides = first if C.table_width % PAGES == 0 else first + number
+            live = decides * C.page_size < stop
+            pages += (tl.load(table_ptr + first.to(tl.int64) + number, mask=live, other=0),)
     else:
-        logical = (tile * C.tile + tl.arange(0, C.tile)) // C.page_size
-    live = logical * C.page_size < stop
-    if C.window > 0:
-        live = live & ((logical + 1) * C.page_size > start)
-    return tl.load(table_ptr + logical.to(tl.int64), mask=live, other=0)
+        if C.tile % C.page_size == 0:
+            logical = tile * PAGES + tl.arange(0, PAGES)
+        else:
+            logical = (tile * C.tile + tl.arange(0, C.tile)) // C.page_size
+        live = logical * C.page_size < stop
+        if C.window > 0:
+            live = live & ((logical + 1) * C.page_size > start)
+        pages = tl.load(table_ptr + logical.to(tl.int64), mask=live, other=0)
+    return pages
 
 
 @triton.jit
-def per_key(of_page, C: tl.constexpr):
-    """Spread a value of each page over the keys of a tile."""
-    if C.tile % C.page_size == 0:
-        pages: tl.constexpr = C.tile // C.page_size
-        of_key = tl.reshape(tl.broadcast_to(of_page[:, None], [pages, C.page_size]), [C.tile])
-    elif C.page_size % C.tile == 0:
-        of_key = tl.broadcast_to(of_page, [C.tile])
+def known_keys(page, C: tl.constexpr):
+    """Whether each key of a tile lies in a page of the pool."""
+    PAGES: tl.constexpr = C.pages_in_tile
+    if C.few_pages:
+        known = ()
+        for number in tl.static_range(PAGES):
+            known += (_is_known(page[number], C),)
     else:
-        of_key = of_page
-    return of_key  # [TILE]
+        known = _is_known(page, C)
+    return _per_key(known, C)  # [TILE]
 
 
 @triton.jit
-def pool_rows(page, tile, C: tl.constexpr):
-    """Row in the pool, in tokens, of each key of a tile; those of unknown pages lie in page 0."""
+def all_known(table_ptr, first, last, C: tl.constexpr):
+    """Whether every page of the tiles [first, last) lies in the pool."""
+    begin = first.to(tl.int64) * C.tile // C.page_size
+    end = (last.to(tl.int64) * C.tile + C.page_size - 1) // C.page_size
+    unknown = tl.full([256], 0, tl.int32)
+    for start in range(begin, end, 256):
+        logical = start + tl.arange(0, 256)
+        page = tl.load(table_ptr + logical, mask=logical < end, other=0)
+        unknown = unknown | (_is_known(page, C) == 0).to(tl.int32)
+    return tl.max(unknown, 0) == 0
+
+
+@triton.jit
+def page_starts(page, C: tl.constexpr, CHECKED: tl.constexpr):
+    """Tokens of the pool before the page of each key of a tile; unknown pages are page 0, unless all were CHECKED."""
+    PAGES: tl.constexpr = C.pages_in_tile
+    if C.few_pages:
+        start = ()
+        for number in tl.static_range(PAGES):
+            start += (_page_start(page[number], C, CHECKED),)
+    else:
+        start = _page_start(page, C, CHECKED)
+    return _per_key(start, C)  # [TILE] int64
+
+
+@triton.jit
+def key_places(ptr, start, tile, WIDTH: tl.constexpr, column, C: tl.constexpr):
+    """Where some columns of each key of a tile lie, in a pool with WIDTH elements a token."""
     lane = tl.arange(0, C.tile)
     if C.tile % C.page_size == 0:
         in_page = lane % C.page_size
@@ -71,10 +120,38 @@ def pool_rows(page, tile, C: tl.constexpr):
         in_page = tile % (C.page_size // C.tile) * C.tile + lane
     else:
         in_page = (tile * C.tile + lane) % C.page_size
-    return per_key(tl.where(is_known(page, C), page, 0) * C.page_size, C) + in_page  # [TILE] int64
+    if C.few_pages and C.page_size * WIDTH < 2**31:
+        # The places in a page stay what they are from tile to tile; no compiler adds offsets of two types first.
+        places = (ptr + column)[None, :] + (in_page * WIDTH)[:, None] + (start * WIDTH)[:, None]
+    else:
+        places = ptr + ((start + in_page.to(tl.int64)) * WIDTH)[:, None] + column[None, :]
+    return places  # [TILE, columns]
 
 
 @triton.jit
-def is_known(page, C: tl.constexpr):
+def _per_key(of_page, C: tl.constexpr):
+    """Spread a value of each page over the keys of a tile."""
+    PAGES: tl.constexpr = C.pages_in_tile
+    if C.few_pages:
+        # The compiler knows which keys are a thread's, and makes no choice of it.
+        of_key = tl.broadcast_to(of_page[0], [C.tile])
+        for number in tl.static_range(1, PAGES):
+            of_key = tl.where(tl.arange(0, C.tile) >= number * C.page_size, of_page[number], of_key)
+    elif C.tile % C.page_size == 0:
+        of_key = tl.reshape(tl.broadcast_to(of_page[:, None], [PAGES, C.page_size]), [C.tile])
+    else:
+        of_key = of_page
+    return of_key  # [TILE]
+
+
+@triton.jit
+def _page_start(page, C: tl.constexpr, CHECKED: tl.constexpr):
+    if not CHECKED:
+        page = tl.where(_is_known(page, C), page, 0)
+    return page * C.page_size
+
+
+@triton.jit
+def _is_known(page, C: tl.constexpr):
     """Whether a page id lies in the pool."""
     return page.to(tl.uint64) < C.num_pages

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from jaxattn.kernels.triton.formats import decode, decode_pair
-from jaxattn.kernels.triton.keys import is_known, page_ids, per_key, pool_rows
+from jaxattn.kernels.triton.keys import key_places, known_keys, page_ids, page_starts
 from jaxattn.kernels.triton.scores import LOG2E, constant_rows, key_positions, masked, modified, weights
 
 
@@ -22,15 +22,15 @@ def fresh_state(C: tl.constexpr):
 
 
 @triton.jit
-def key_products(q, k_ptr, row, C: tl.constexpr):
-    """Products of the query rows with one tile of keys, whose rows of the pool are given."""
+def key_products(q, k_ptr, page, tile, C: tl.constexpr, CHECKED: tl.constexpr):
+    """Products of the query rows with one tile of keys, whose pages are given."""
     if C.k_unpack != "":
         # Four neighbouring columns come as two 16-bit elements. Converted in pairs as they lie, columns 0 and 1 of
         # each four make one tile and columns 2 and 3 the other; `query_tiles` parts q alike.
         column = tl.arange(0, C.product_dim)
-        k_at = k_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + (
-            (row * (C.num_kv_heads * C.head_dim // 2))[:, None] + column[None, :]
-        )
+        pairs_ptr = k_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+        width: tl.constexpr = C.num_kv_heads * C.head_dim // 2
+        k_at = key_places(pairs_ptr, page_starts(page, C, CHECKED), tile, width, column, C)
         if C.padded_dim == C.head_dim:
             pair = tl.load(k_at)
         else:
@@ -42,7 +42,8 @@ def key_products(q, k_ptr, row, C: tl.constexpr):
         score = tl.dot(q[1], tl.trans(second), score, input_precision=C.precision)
     else:
         column = tl.arange(0, C.padded_dim)
-        k_at = k_ptr + (row * (C.num_kv_heads * C.head_dim))[:, None] + column[None, :]
+        width: tl.constexpr = C.num_kv_heads * C.head_dim
+        k_at = key_places(k_ptr, page_starts(page, C, CHECKED), tile, width, column, C)
         if C.padded_dim == C.head_dim:
             k = tl.load(k_at)
         else:
@@ -70,8 +71,7 @@ def walk(
 ):
     """Fold tiles [first, last) into a softmax state, jumping over `gap` tiles at `gap_at`.
 
-    Without MASKED every row must see every key of the tiles. A page id outside the pool cannot be masked out then:
-    page 0 is read in its place, and the fourth result is positive.
+    Without MASKED every row must see every key of the tiles, and every page of them must lie in the pool.
     """
     acc, peak, total = state
     start, stop, context = span
@@ -81,26 +81,24 @@ def walk(
     if C.modified:
         unit = constant_rows(LOG2E, C)
     acc_odd = total
+    v_width: tl.constexpr = C.num_kv_heads * C.value_dim // (2 if C.paired_values else 1)
     if C.paired_values:
         # Columns 2j and 2j + 1 of V are loaded as one 16-bit element, and summed apart.
         value_column = tl.arange(0, C.padded_value_dim // 2)
         v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
         acc, acc_odd = unzipped(acc, C)
 
-    unknown = tl.full([C.pages_in_tile], 0, tl.int32)
     page = page_ids(table_ptr, tl.where(first >= gap_at, first + gap, first), start, stop, C)
     for index in tl.range(first, last - gap, num_stages=C.stages):
         tile = tl.where(index >= gap_at, index + gap, index)
         next_tile = tl.where(index + 1 >= gap_at, index + 1 + gap, index + 1)
         key = tile * C.tile + tl.arange(0, C.tile)  # [TILE]
-        row = pool_rows(page, tile, C)
-        known = per_key(is_known(page, C), C)
-        if not MASKED:
-            unknown = unknown | (is_known(page, C) == 0).to(tl.int32)
+        known = known_keys(page, C)
+        current = page
         # The ids of the next tile, so that its K and V can be fetched ahead without waiting for them.
         page = page_ids(table_ptr, next_tile, start, stop, C)
 
-        score = key_products(q, k_ptr, row, C)
+        score = key_products(q, k_ptr, current, tile, C, not MASKED)
         key_position = key
         if MASKED:
             key_position = key_positions(key, context, tree, C)
@@ -117,7 +115,7 @@ def walk(
         if C.window > 0:
             live = live & (key >= start)
         if C.paired_values:
-            v_at = v_ptr + (row * (C.num_kv_heads * C.value_dim // 2))[:, None] + value_column[None, :]
+            v_at = key_places(v_ptr, page_starts(current, C, not MASKED), tile, v_width, value_column, C)
             pair = load_values(v_at, live, value_column < C.value_dim // 2, C, MASKED)
             if C.v_unpack != "":
                 even, odd = tl.inline_asm_elementwise(
@@ -128,13 +126,13 @@ def walk(
             acc = tl.dot(weight.to(C.compute), even, acc, input_precision=C.precision)
             acc_odd = tl.dot(weight.to(C.compute), odd, acc_odd * decay[:, None], input_precision=C.precision)
         else:
-            v_at = v_ptr + (row * (C.num_kv_heads * C.value_dim))[:, None] + value_column[None, :]
+            v_at = key_places(v_ptr, page_starts(current, C, not MASKED), tile, v_width, value_column, C)
             v = load_values(v_at, live, value_column < C.value_dim, C, MASKED)
             v = decode(v, C.v_format, C.compute)  # [TILE, DV]
             acc = tl.dot(weight.to(C.compute), v, acc, input_precision=C.precision)
     if C.paired_values:
         acc = tl.interleave(acc, acc_odd)
-    return acc, peak, total, tl.max(unknown, 0)
+    return acc, peak, total
 
 
 @triton.jit
@@ -160,8 +158,7 @@ def walk_overlapped(state, q, scale, rows, span, tree, pointers, first, last, C:
     """Fold tiles [first, last), of which every row sees every key, with the products of one tile behind another.
 
     Turn `i` multiplies the weights of tile `i - 2` by V, begins the product of q with tile `i`, and meanwhile
-    turns the scores of tile `i - 1` into weights. A page id outside the pool cannot be masked out here: page 0
-    is read in its place, and the fourth result is positive.
+    turns the scores of tile `i - 1` into weights. Every page of the tiles must lie in the pool.
     """
     acc, peak, total = state
     start, stop, context = span
@@ -171,26 +168,26 @@ def walk_overlapped(state, q, scale, rows, span, tree, pointers, first, last, C:
     unit = scale * LOG2E
     if C.modified:
         unit = constant_rows(LOG2E, C)
-    unknown = tl.full([C.pages_in_tile], 0, tl.int32)
     score = tl.full([C.block_rows, C.tile], 0.0, tl.float32)
     weight = tl.full([C.block_rows, C.tile], 0.0, tl.float32).to(C.compute)
     lane = tl.arange(0, C.tile)
+    k_width: tl.constexpr = C.num_kv_heads * C.head_dim
+    v_width: tl.constexpr = C.num_kv_heads * C.value_dim
 
     page = page_ids(table_ptr, first, start, stop, C)
-    scored_row = lane.to(tl.int64) * 0
-    weighted_row = scored_row
+    scored = lane.to(tl.int64) * 0
+    weighted = scored
     for tile in tl.range(first, last + 2, num_stages=C.stages):
-        v_at = v_ptr + (weighted_row * (C.num_kv_heads * C.value_dim))[:, None] + value_column[None, :]
+        v_at = key_places(v_ptr, weighted, tile - 2, v_width, value_column, C)
         v = tl.load(v_at, mask=(tile >= first + 2) & (value_column < C.value_dim)[None, :], other=0.0)
         v = decode(v, C.v_format, C.compute)  # [TILE, DV]
         acc = tl.dot(weight, v, acc, input_precision=C.precision)
 
         # A copy in other registers, so that the next product can begin in these.
         current = score + 0.0
-        row = pool_rows(page, tile, C)
-        unknown = unknown | (is_known(page, C) == 0).to(tl.int32)
+        page_start = page_starts(page, C, True)
+        k_at = key_places(k_ptr, page_start, tile, k_width, column, C)
         page = page_ids(table_ptr, tile + 1, start, stop, C)
-        k_at = k_ptr + (row * (C.num_kv_heads * C.head_dim))[:, None] + column[None, :]
         k = tl.load(k_at, mask=(tile < last) & (column < C.head_dim)[None, :], other=0.0)
         k = decode(k, C.k_format, C.compute)  # [TILE, D]
         next_score = tl.dot(q[0], tl.trans(k), input_precision=C.precision)  # [BM, TILE]
@@ -209,6 +206,6 @@ def walk_overlapped(state, q, scale, rows, span, tree, pointers, first, last, C:
         weight = exact.to(C.compute)
         score = next_score
         # No plain copy: the compiler does not pipeline a loop that carries a value over two turns.
-        weighted_row = tl.where(tile <= last, scored_row, 0)
-        scored_row = row
-    return acc, peak, total, tl.max(unknown, 0)
+        weighted = tl.where(tile <= last, scored, 0)
+        scored = page_start
+    return acc, peak, total

@@ -7,11 +7,14 @@ A file holds:
 * `unpack`: for a stored format, the instructions that convert four values of K and four of V to float16; `$2` is
   a register with two elements of two bytes, `$0` and `$1` take two float16 each. For K, `$0` is the first element;
   for V, it is the low byte of both;
+* `scalar_pages`: up to so many page ids of a tile of keys are numbers of their own, in every thread. Where threads
+  are many for each mask register, as on AMD GPUs, the choice between them costs more than it saves;
 * `split_rows`: sequences with up to that many query rows (query token x head of the group) are decoded by
   the `split` entries, longer ones by the `prefill` entries;
 * `chunk`: keys between the fixed cut points of `batch_invariant=True`, whose tiles are the `invariant` entries;
 * `reduce`: `ReduceChoice` fields for the merge of partial results; the entry of the smallest `pieces` that holds
-  the average number of pieces of a unit is taken, and always the last one where the cut points are fixed;
+  the average number of pieces of a unit is taken, and always the last one where the cut points are fixed. A unit
+  with more than `partials` pieces, one long sequence among short ones, is merged `many` at a time;
 * `split`, `prefill`, `invariant`: lists of `TileChoice` fields. The entry of the smallest `head_dim`, then of
   the smallest `rows`, that hold the problem is taken, among those of the KV dtype's width.
 """
@@ -66,6 +69,8 @@ class ReduceChoice:
     partials: int
     rows: int
     warps: int
+    # Partials at a time of a unit that has more than `partials`; 0 for those of any unit.
+    many: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +80,7 @@ class Tuning:
     native_formats: tuple[str, ...]
     issue_barrier: str
     unpack: dict[str, tuple[str, str]] = dataclasses.field(hash=False)
+    scalar_pages: int
     split_rows: int
     chunk: int
     reduce: tuple[ReduceChoice, ...]
@@ -112,6 +118,7 @@ def parse(content: dict[str, Any]) -> Tuning:
         native_formats=tuple(content["native_formats"]),
         issue_barrier=content["issue_barrier"],
         unpack={name: (of_k, of_v) for name, (of_k, of_v) in content["unpack"].items()},
+        scalar_pages=content["scalar_pages"],
         split_rows=content["split_rows"],
         chunk=content["chunk"],
         reduce=tuple(ReduceChoice(**entry) for entry in content["reduce"]),
