@@ -11,8 +11,8 @@ straight to shared memory.
 Exit code 1 if a configuration does not compile, spills registers in a way that costs something for each tile,
 computes a product without matrix instructions, needs more shared memory than there is, loads K or V in narrow
 pieces, or lets a page or slot id reach a 32-bit offset. Launches that no tuning entry is for (every option at once,
-page tables, cache writes, MXFP4 products) may spill and load narrowly. Nothing is executed: a pass is a statement
-about machine code, not about a run on that GPU.
+page tables, plans, cache writes, MXFP4 products) may spill and load narrowly. Nothing is executed: a pass is a
+statement about machine code, not about a run on that GPU.
 """
 
 import argparse

@@ -37,7 +37,11 @@ def make_contest(name: str, implementations: Iterable[str], peers: Iterable[str]
     """Draw the inputs of a case and list who enters."""
     if step.is_step(name):
         drawn = step.make_step(name)
-        entrants = {i: step.candidates(drawn, i) for i in implementations if i in step.IMPLEMENTATIONS}
+        entrants = {
+            i: step.unavailable(i) or step.candidates(drawn, i)
+            for i in implementations
+            if i in step.IMPLEMENTATIONS
+        }
         return Contest(entrants, drawn.error, 0.0)
     return contest_of(shapes.parse(name), implementations, peers)
 

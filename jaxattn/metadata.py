@@ -9,6 +9,7 @@ from jaxtyping import Array, Int64, Integer, UInt64
 
 from jaxattn import query_rows
 from jaxattn.index64 import IndexArray, as_index, cdiv, index64
+from jaxattn.plan import AttentionLayers, Plan, ScheduleSpec, schedule_specs
 from jaxattn.table_inputs import TableInputs, assemble, table_options
 
 
@@ -28,7 +29,8 @@ class AttentionMetadata:
         seqused_k: `[S]`, keys in the cache, with this call's own tokens.
         ancestors: `[T, W]`, bit j of row i is set iff row j of the sequence is i or an ancestor of i.
         swa_page_table: `[S, M]`, the table of the sliding-window pool.
-        plan: a `jaxattn.plan.Plan` for these lengths, shared by all layers.
+        plan: a `jaxattn.plan.Plan` for these lengths, shared by all layers; a builder makes it where it is given
+            `plan_for`.
         max_seqlen_q: upper bound of the query rows of a sequence (static).
         page_size: tokens in a page of the tables (static); the cache must be viewed with the same page size.
         mode: the forward mode that the metadata was built for (static).
@@ -371,6 +373,7 @@ def draft_extend_metadata(
 
 def _build(mode, lengths, added, q_len, table, cu_seqlens_q=None, ancestors=None):
     """Check the inputs of a builder and assemble its metadata; `seqused_k = lengths + added`."""
+    layers = table.pop("plan_for", None)
     rows, options = table_options(**table)
     query_rows.check_lengths(rows.num_seqs, lengths, cu_seqlens_q)
     if ancestors is not None:
@@ -385,12 +388,14 @@ def _build(mode, lengths, added, q_len, table, cu_seqlens_q=None, ancestors=None
             f"max_pages: expected at least {cdiv(q_len, page_size)} pages of {page_size} for the {q_len} draft "
             f"tokens of a sequence, got {max_pages}"
         )
-    page_table, swa_page_table, cu_seqlens_q, seqused_k = assemble(
+    specs = () if layers is None else _schedule_specs(layers, rows.num_seqs, options, q_len, ancestors)
+    page_table, swa_page_table, cu_seqlens_q, seqused_k, schedules = assemble(
         rows,
         lengths,
         as_index(added, "added"),
         cu_seqlens_q,
         q_len=None if cu_seqlens_q is not None else q_len,
+        specs=specs,
         **options,
     )
     return AttentionMetadata(
@@ -399,9 +404,31 @@ def _build(mode, lengths, added, q_len, table, cu_seqlens_q=None, ancestors=None
         cu_seqlens_q=cu_seqlens_q,
         seqused_k=seqused_k,
         ancestors=ancestors,
+        plan=None if layers is None else Plan(schedules),
         max_seqlen_q=q_len,
         page_size=page_size,
         mode=mode,
+    )
+
+
+def _schedule_specs(layers, num_seqs, options, q_len, ancestors) -> tuple[ScheduleSpec, ...]:
+    """Check `plan_for` and list the schedules that its layers ask for."""
+    if not isinstance(layers, AttentionLayers):
+        raise TypeError(
+            f"plan_for: expected a jaxattn.plan.AttentionLayers, got {type(layers).__name__}; "
+            "describe the layers by AttentionLayers(q=..., k_cache=...)"
+        )
+    if ancestors is not None and layers.q.shape[0] != ancestors.shape[0]:
+        raise ValueError(
+            f"plan_for: expected the {ancestors.shape[0]} rows of ancestors in q, got {layers.q.shape[0]}"
+        )
+    return schedule_specs(
+        layers,
+        num_sequences=num_seqs,
+        max_pages=options["max_pages"],
+        page_size=options["page_size"],
+        max_seqlen_q=q_len,
+        tree_words=0 if ancestors is None else ancestors.shape[1],
     )
 
 

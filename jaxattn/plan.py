@@ -71,6 +71,73 @@ class ScheduleSpec:
         return self.chunk or self.tile
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionLayers:
+    """The attention layers that share a plan, as far as it depends on them: static, hashable, without arrays.
+
+    Arrays are taken for their shapes and dtypes.
+
+    Attributes:
+        q: `[T, H, D]` query rows of a layer, or a `jax.ShapeDtypeStruct` of their shape and dtype.
+        k_cache: `[N, P, K, D]` pages of a layer, or their shape and dtype.
+        v_cache: `[N, P, K, Dv]`, or their shape and dtype; by default those of `k_cache`.
+        sliding_windows: the window of each kind of layer, None for full attention.
+        causal: as in `unified_attention`.
+        batch_invariant: as in `unified_attention`.
+
+    Raises:
+        ValueError: a shape does not have the axes named above, the shapes do not fit each other, or no kind of
+            layer is given.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxattn.plan import AttentionLayers
+        >>> k_cache = jax.ShapeDtypeStruct((32, 4, 2, 64), jnp.bfloat16)
+        >>> layers = AttentionLayers(q=jnp.zeros((2, 8, 64), jnp.bfloat16), k_cache=k_cache)
+        >>> layers.q.shape, layers.v_cache.shape, layers.sliding_windows
+        ((2, 8, 64), (32, 4, 2, 64), (None,))
+    """
+
+    q: jax.Array | jax.ShapeDtypeStruct
+    k_cache: jax.Array | jax.ShapeDtypeStruct
+    v_cache: jax.Array | jax.ShapeDtypeStruct | None = None
+    sliding_windows: tuple[int | None, ...] = (None,)
+    causal: bool = True
+    batch_invariant: bool = False
+
+    def __post_init__(self):
+        v_cache = self.k_cache if self.v_cache is None else self.v_cache
+        for name, value, axes in (
+            ("q", self.q, "[T, H, D]"),
+            ("k_cache", self.k_cache, "[N, P, K, D]"),
+            ("v_cache", v_cache, "[N, P, K, Dv]"),
+        ):
+            if len(value.shape) != axes.count(",") + 1:
+                raise ValueError(f"{name}: expected shape {axes}, got {list(value.shape)}")
+            # A struct with no more than shape and dtype is hashable, and equal whatever it was taken from.
+            object.__setattr__(self, name, jax.ShapeDtypeStruct(value.shape, value.dtype))
+        object.__setattr__(self, "sliding_windows", tuple(self.sliding_windows))
+        heads, kv_heads = self.q.shape[1], self.k_cache.shape[2]
+        if kv_heads == 0 or heads % kv_heads:
+            raise ValueError(
+                f"q: expected a number of query heads that is a multiple of the {kv_heads} KV heads, got {heads}"
+            )
+        if self.v_cache.shape[:3] != self.k_cache.shape[:3]:
+            raise ValueError(
+                "v_cache: expected the pages, page size and KV heads of k_cache, "
+                f"{self.k_cache.shape[:3]}, got {self.v_cache.shape[:3]}"
+            )
+        if not self.sliding_windows:
+            raise ValueError(
+                "sliding_windows: expected one for each kind of layer, got none; (None,) is full attention"
+            )
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page of the caches."""
+        return self.k_cache.shape[1]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
@@ -185,6 +252,77 @@ def key_range(
     return start, stop
 
 
+def schedule_specs(
+    layers: AttentionLayers,
+    *,
+    num_sequences: int,
+    max_pages: int,
+    page_size: int,
+    max_seqlen_q: int,
+    tree_words: int = 0,
+) -> tuple[ScheduleSpec, ...]:
+    """List the schedules that the attention of `layers` asks for in a batch of these sizes, each once.
+
+    A batch in which no row can see a key asks for none.
+
+    Args:
+        layers: the layers.
+        num_sequences: S, padding sequences included.
+        max_pages: columns M of the page table.
+        page_size: tokens in a page of the table.
+        max_seqlen_q: upper bound of the query rows of a sequence.
+        tree_words: columns W of `ancestors`, 0 without a tree.
+
+    Raises:
+        ValueError: the caches have pages of another size.
+    """
+    from jaxattn.kernels._output import is_empty
+    from jaxattn.kernels.tuning import device
+    from jaxattn.kernels.tuning.launches import attention_launches
+
+    if layers.page_size != page_size:
+        raise ValueError(
+            f"k_cache: expected the page size of the tables, {page_size}, got {layers.page_size}; "
+            f"view the cache through view_pages(cache, {page_size})"
+        )
+    tokens = layers.q.shape[0]
+    problem = AttentionProblem(
+        q=layers.q,
+        k_cache=layers.k_cache,
+        v_cache=layers.v_cache,
+        page_table=jax.ShapeDtypeStruct((num_sequences, max_pages), jnp.int64),
+        cu_seqlens_q=jax.ShapeDtypeStruct((num_sequences + 1,), jnp.int64),
+        seqused_k=jax.ShapeDtypeStruct((num_sequences,), jnp.int64),
+        ancestors=jax.ShapeDtypeStruct((tokens, tree_words), jnp.uint64) if tree_words else None,
+        softmax_scale=1.0,
+        max_seqlen_q=max_seqlen_q,
+        out_dtype=layers.q.dtype,
+        causal=layers.causal,
+        batch_invariant=layers.batch_invariant,
+    )
+    if is_empty(problem):
+        return ()
+    specs = (
+        launch.spec
+        for window in layers.sliding_windows
+        for launch in attention_launches(dataclasses.replace(problem, sliding_window=window), device())
+    )
+    return tuple(dict.fromkeys(specs))
+
+
+def build_schedules(
+    specs: tuple[ScheduleSpec, ...], cu_seqlens_q: Int64[Array, "S+1"], seqused_k: Int64[Array, "S"]
+) -> tuple[Schedule, ...]:
+    """Build a schedule for each of `specs`: in kernels where Triton keeps the books, in XLA elsewhere.
+
+    Call it inside an `index64` scope.
+    """
+    build = build_schedule
+    if bookkeeping() == "triton":
+        from jaxattn.kernels.triton.plan import build_schedule as build
+    return tuple(build(spec, cu_seqlens_q, seqused_k) for spec in specs)
+
+
 @index64
 def make_plan(
     metadata,
@@ -198,19 +336,24 @@ def make_plan(
 ) -> Plan:
     """Plan one step for all layers; put the result into `dataclasses.replace(metadata, plan=...)`.
 
-    A call of `unified_attention` whose plan does not fit its arguments computes its own.
+    For metadata that is there already, such as that of `advance`. A builder of `jaxattn.metadata` makes the same
+    plan along with the tables where it is given `plan_for=AttentionLayers(...)`, which on a GPU takes one launch
+    for both. A call of `unified_attention` whose plan does not fit its arguments computes its own.
 
     Args:
         metadata: the step's `AttentionMetadata`.
-        q: `[T, H, D]` query rows, or a `jax.ShapeDtypeStruct` of their shape and dtype.
-        k_cache: `[N, P, K, D]` pages of a layer, or their shape and dtype.
-        v_cache: `[N, P, K, Dv]`, or their shape and dtype; by default those of `k_cache`.
-        sliding_windows: the window of each kind of layer, None for full attention.
-        causal: as in `unified_attention`.
-        batch_invariant: as in `unified_attention`.
+        q: query rows of a layer, or their shape and dtype, as in `AttentionLayers`.
+        k_cache: as there.
+        v_cache: as there; by default those of `k_cache`.
+        sliding_windows: as there, the window of each kind of layer.
+        causal: as there.
+        batch_invariant: as there.
 
     Returns:
         A `Plan`, a pytree of int64 arrays.
+
+    Raises:
+        ValueError: as `AttentionLayers`, or the caches have pages of another size than the tables.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np
@@ -226,41 +369,20 @@ def make_plan(
         >>> plan.schedules[0].block_sequence.tolist()
         [0, 1]
     """
-    from jaxattn.kernels.tuning import device
-    from jaxattn.kernels.tuning.launches import attention_launches
-
-    v_cache = k_cache if v_cache is None else v_cache
-    schedules = {}
-    for window in sliding_windows:
-        problem = AttentionProblem(
-            q=_shape(q),
-            k_cache=_shape(k_cache),
-            v_cache=_shape(v_cache),
-            page_table=metadata.page_table,
-            cu_seqlens_q=metadata.cu_seqlens_q,
-            seqused_k=metadata.seqused_k,
-            ancestors=metadata.ancestors,
-            softmax_scale=1.0,
-            max_seqlen_q=metadata.max_seqlen_q,
-            out_dtype=q.dtype,
-            causal=causal,
-            sliding_window=window,
-            batch_invariant=batch_invariant,
-        )
-        for launch in attention_launches(problem, device()):
-            if launch.spec not in schedules:
-                schedules[launch.spec] = _scheduler()(launch.spec, metadata.cu_seqlens_q, metadata.seqused_k)
-    return Plan(tuple(schedules.values()))
-
-
-def _shape(value) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(value.shape, value.dtype)
-
-
-def _scheduler():
-    """Return the one-kernel scheduler where Triton keeps the books, the XLA one elsewhere."""
-    if bookkeeping() == "triton":
-        from jaxattn.kernels.triton.plan import build_schedule as fused
-
-        return fused
-    return build_schedule
+    layers = AttentionLayers(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        sliding_windows=sliding_windows,
+        causal=causal,
+        batch_invariant=batch_invariant,
+    )
+    specs = schedule_specs(
+        layers,
+        num_sequences=metadata.num_seqs,
+        max_pages=metadata.page_table.shape[1],
+        page_size=metadata.page_size,
+        max_seqlen_q=metadata.max_seqlen_q,
+        tree_words=0 if metadata.ancestors is None else metadata.ancestors.shape[1],
+    )
+    return Plan(build_schedules(specs, metadata.cu_seqlens_q, metadata.seqused_k))

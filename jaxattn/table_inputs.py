@@ -9,12 +9,14 @@ from jaxtyping import Bool, Integer
 
 from jaxattn import query_rows
 from jaxattn.index64 import IndexArray, as_index, as_integer
+from jaxattn.kernels import bookkeeping
 from jaxattn.page_table import (
     build_page_tables,
     check_destination,
     debug_check_rows,
     table_width,
 )
+from jaxattn.plan import AttentionLayers, build_schedules
 from jaxattn.slot_rows import RaggedRows, SlotRows, slot_rows
 from jaxattn.window_pool import WindowRows
 
@@ -43,6 +45,23 @@ class TableInputs(TypedDict, total=False):
             `advance` finds their pages; the pool must list their slots. Ragged rows are covered as far as
             they are listed.
         out: metadata of the same S and M whose tables are donated; the result's tables take their memory.
+        plan_for: the attention layers to plan the step for; the metadata gets the `plan` that they share. On a GPU
+            one launch makes it along with the tables, where no sequence has more query rows than a block.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxattn.metadata import decode_metadata
+        >>> from jaxattn.plan import AttentionLayers
+        >>> layers = AttentionLayers(
+        ...     q=jax.ShapeDtypeStruct((2, 8, 64), jnp.bfloat16),
+        ...     k_cache=jax.ShapeDtypeStruct((32, 4, 2, 64), jnp.bfloat16),
+        ... )
+        >>> step = decode_metadata(
+        ...     seqused_k=[5, 2], page_size=4, max_pages=2, kv_indptr=[0, 5, 7],
+        ...     kv_indices=[12, 13, 14, 15, 4, 8, 9], plan_for=layers,
+        ... )
+        >>> step.plan.schedules[0].block_sequence.tolist()
+        [0, 1]
     """
 
     page_size: Required[int]
@@ -55,12 +74,13 @@ class TableInputs(TypedDict, total=False):
     live: Bool[IndexArray, "S"] | None
     lookahead: int | Integer[IndexArray, ""]
     out: "AttentionMetadata | None"
+    plan_for: AttentionLayers | None
 
 
 def table_options(
     *, page_size, max_pages=None, full_to_swa=None, live=None, lookahead=0, out=None, **slot_lists
 ) -> tuple[SlotRows, dict[str, Any]]:
-    """Check `TableInputs` and return the rows with the remaining arguments of `assemble`.
+    """Check `TableInputs` other than `plan_for` and return the rows with arguments of `assemble`.
 
     Raises:
         ValueError: an argument has a wrong shape or is out of range, or neither form of slot lists is complete.
@@ -97,14 +117,29 @@ def table_options(
 
 # keep_unused: the content of a donated table is never read, only its memory is taken.
 @functools.partial(
-    jax.jit, static_argnames=("q_len", "page_size", "max_pages"), donate_argnames=("out",), keep_unused=True
+    jax.jit,
+    static_argnames=("q_len", "page_size", "max_pages", "specs"),
+    donate_argnames=("out",),
+    keep_unused=True,
 )
 def assemble(
-    rows, lengths, added, cu_seqlens_q, *, live, lookahead, full_to_swa, out, q_len, page_size, max_pages
+    rows,
+    lengths,
+    added,
+    cu_seqlens_q,
+    *,
+    live,
+    lookahead,
+    full_to_swa,
+    out,
+    q_len,
+    page_size,
+    max_pages,
+    specs,
 ):
-    """Compute `(page_table, swa_page_table, cu_seqlens_q, seqused_k)`, with `seqused_k = lengths + added`.
+    """Compute `(page_table, swa_page_table, cu_seqlens_q, seqused_k, schedules)`, with `seqused_k = lengths + added`.
 
-    `cu_seqlens_q` is given, or None for `q_len` rows in every sequence.
+    `cu_seqlens_q` is given, or None for `q_len` rows in every sequence. There is a schedule for each of `specs`.
     """
     alive = jnp.ones(rows.num_seqs, bool) if live is None else live
     alive &= rows.marked_live
@@ -120,5 +155,13 @@ def assemble(
     debug_check_rows(rows, covered, page_size, max_pages)
     if full_to_swa is not None:
         debug_check_rows(WindowRows(rows, full_to_swa), covered, page_size, max_pages)
-    tables = build_page_tables(rows, covered, page_size, max_pages, full_to_swa)
-    return *tables, cu_seqlens_q, seqused_k
+    if specs and bookkeeping() == "triton":
+        from jaxattn.kernels.triton.step import build_tables_and_schedules
+
+        tables, schedules = build_tables_and_schedules(
+            rows, covered, page_size, max_pages, full_to_swa, specs, cu_seqlens_q, seqused_k
+        )
+    else:
+        tables = build_page_tables(rows, covered, page_size, max_pages, full_to_swa)
+        schedules = build_schedules(specs, cu_seqlens_q, seqused_k)
+    return *tables, cu_seqlens_q, seqused_k, schedules

@@ -1,7 +1,9 @@
 """What the benchmarks measure: case names, the work of a case, and the check that gates every time."""
 
+import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -11,6 +13,7 @@ from bench import contest, cycle, results, run, shapes, step
 from bench import mxfp4 as mxfp4_bench
 from bench.inputs import TOLERANCE, expected_rows, make_inputs, sampled_error
 from bench.peers import Candidate, aiter_torch, dense, fa3, flashinfer_torch, jax_paged
+from jaxattn import plan
 
 
 def test_a_name_says_everything():
@@ -189,15 +192,28 @@ def test_peers_refuse_what_they_cannot_do(unavailable):
 
 
 @pytest.mark.parametrize(("suffix", "dtype"), [("", "int64"), ("/int32", "int32")])
-def test_a_wrong_page_table_is_wrong(suffix, dtype):
+@pytest.mark.parametrize("implementation", step.IMPLEMENTATIONS)
+def test_a_wrong_page_table_or_plan_of_a_step_is_wrong(suffix, dtype, implementation):
     drawn = step.make_step("step/4x8" + suffix)
     assert drawn.rows.req_to_token.dtype == dtype
-    (found,) = step.candidates(drawn, "xla")
-    table, plan = found.function(*found.arguments)
-    assert drawn.error((table, plan)) == 0
-    wrong = np.array(table)
-    wrong[1, 0] += 1
-    assert drawn.error((wrong, plan)) > 0
+    (found,) = step.candidates(drawn, implementation)
+    metadata = jax.jit(found.function)(*found.arguments)
+    assert drawn.error(metadata) == 0
+    table = np.array(metadata.page_table)
+    table[1, 0] += 1
+    assert drawn.error(dataclasses.replace(metadata, page_table=table)) > 0
+    (schedule,) = metadata.plan.schedules
+    start = np.array(schedule.tile_start)
+    start[1] += 1
+    wrong = plan.Plan((dataclasses.replace(schedule, tile_start=start),))
+    assert drawn.error(dataclasses.replace(metadata, plan=wrong)) > 0
+    assert drawn.error(dataclasses.replace(metadata, plan=None)) > 0
+
+
+def test_a_step_is_refused_where_builders_take_no_triton_kernels():
+    entrants = contest.make_contest("step/4x8", ("triton", "xla"), ()).entrants
+    assert "on a GPU only" in entrants["triton"]
+    assert not isinstance(entrants["xla"], str)
 
 
 def test_the_command_writes_what_it_prints(tmp_path, capsys):

@@ -22,11 +22,12 @@ ALL = (*AMD, "sm90")
 
 
 @pytest.mark.parametrize("arch", ALL)
-def test_page_tables_cache_writes_and_mxfp4_products_are_safe(arch):
+def test_page_tables_plans_cache_writes_and_mxfp4_products_are_safe(arch):
     launches = [launch for launch in other_requests(arch) if "every option" not in launch.name]
     names = {launch.fn.__name__ for launch in launches}
     in_tiles = {"mxfp4_tiles_kernel"} if arch == "sm90" else set()
-    assert names == {"page_table_kernel", "cache_write_kernel", "mxfp4_matmul_kernel"} | in_tiles
+    bookkeeping = {"page_table_kernel", "step_kernel", "cache_write_kernel"}
+    assert names == bookkeeping | {"mxfp4_matmul_kernel"} | in_tiles
     for launch in launches:
         assert audit_request(launch, arch, tuned=False).failures == (), launch.name
 

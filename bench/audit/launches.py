@@ -1,10 +1,11 @@
-"""Launches besides the tuned ones: attention with every option, page tables, cache writes, MXFP4 products.
+"""Launches besides the tuned ones: attention with every option, page tables, plans, cache writes, MXFP4 products.
 
 Their tiles are tuned for plain attention, so the audit asks of them that they compile, fit and address safely.
 """
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,12 +14,13 @@ import jax.numpy as jnp
 
 from jaxattn.index64 import index64
 from jaxattn.kernels import tuning
-from jaxattn.kernels.triton import attention, cache_write, mxfp4, mxfp4_tiles, page_table
+from jaxattn.kernels.triton import attention, cache_write, mxfp4, mxfp4_tiles, page_table, step
 from jaxattn.kernels.triton.launch import recording
 from jaxattn.kernels.triton.requests import CompileRequest, request_of
+from jaxattn.plan import AttentionLayers, schedule_specs
 from jaxattn.problem import AttentionProblem
 from jaxattn.quantization import Mxfp4Tiles, Mxfp4Weight
-from jaxattn.slot_rows import PooledRows, RaggedRows
+from jaxattn.slot_rows import PooledRows, RaggedRows, SlotRows
 
 SEQUENCES, PAGE_SIZE, KV_HEADS, GROUP, HEAD_DIM = 64, 16, 8, 4, 128
 COLUMNS = 8192
@@ -35,6 +37,7 @@ def other_requests(arch: str) -> list[CompileRequest]:
     return [
         *_attention_requests(arch),
         *_page_table_requests(arch),
+        *_step_requests(arch),
         *_cache_write_requests(arch),
         *_mxfp4_requests(arch),
     ]
@@ -95,16 +98,41 @@ def every_option(q_len: int) -> AttentionProblem:
     )
 
 
+def _slot_rows() -> Iterator[tuple[str, SlotRows]]:
+    yield "ragged", RaggedRows(kv_indptr=array(SEQUENCES + 1), kv_indices=array(2**24))
+    pool = array(4096, 2**20, dtype=jnp.int32)
+    yield "pooled", PooledRows(req_to_token=pool, req_pool_indices=array(SEQUENCES))
+
+
 def _page_table_requests(arch: str) -> Iterator[CompileRequest]:
-    ragged = RaggedRows(kv_indptr=array(SEQUENCES + 1), kv_indices=array(2**24))
-    pooled = PooledRows(req_to_token=array(4096, 2**20, dtype=jnp.int32), req_pool_indices=array(SEQUENCES))
-    for name, rows in (("ragged", ragged), ("pooled", pooled)):
+    for name, rows in _slot_rows():
 
         def build(rows, lengths, full_to_swa):
             return page_table.build_page_tables(rows, lengths, PAGE_SIZE, COLUMNS, full_to_swa)
 
         arguments = (rows, array(SEQUENCES), array(2**33 // 512))
         yield from trace(arch, f"{name} rows and window", build, *arguments)
+
+
+def _step_requests(arch: str) -> Iterator[CompileRequest]:
+    layers = AttentionLayers(
+        q=array(SEQUENCES, KV_HEADS * GROUP, HEAD_DIM, dtype=jnp.bfloat16),
+        k_cache=array(PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype=jnp.bfloat16),
+        sliding_windows=(4096,),
+    )
+    sizes = {"num_sequences": SEQUENCES, "page_size": PAGE_SIZE, "max_seqlen_q": 1}
+    with tuning.using(tuning.Device(architecture=arch, cores=100)):
+        # Places on the line of the longer rows need 64 bits.
+        planned = {n: schedule_specs(layers, max_pages=n, **sizes) for n in (COLUMNS, 2**24)}
+    for (name, rows), (columns, specs) in itertools.product(_slot_rows(), planned.items()):
+
+        def build(rows, lengths, cu_seqlens_q, seqused_k, *, columns=columns, specs=specs):
+            return step.build_tables_and_schedules(
+                rows, lengths, PAGE_SIZE, columns, None, specs, cu_seqlens_q, seqused_k
+            )
+
+        arguments = (rows, array(SEQUENCES), array(SEQUENCES + 1), array(SEQUENCES))
+        yield from trace(arch, f"{name} rows of {columns} pages and plan", build, *arguments)
 
 
 def _cache_write_requests(arch: str) -> Iterator[CompileRequest]:

@@ -44,8 +44,18 @@ def _entries(first_slot, last_slot, first, last, length, C: tl.constexpr):
 def page_table_kernel(
     lengths_ptr, slots_ptr, starts_ptr, full_to_swa_ptr, table_ptr, window_table_ptr, C: tl.constexpr
 ):
-    """Write one stretch of one row of the table, and of the window table."""
+    """Build the tables, a stretch of a row in each program."""
     program = tl.program_id(0).to(tl.int64)
+    write_stretch(
+        program, lengths_ptr, slots_ptr, starts_ptr, full_to_swa_ptr, table_ptr, window_table_ptr, C
+    )
+
+
+@triton.jit
+def write_stretch(
+    program, lengths_ptr, slots_ptr, starts_ptr, full_to_swa_ptr, table_ptr, window_table_ptr, C: tl.constexpr
+):
+    """Write one stretch of one row of the table, and of the window table."""
     stretches: tl.constexpr = (C.max_pages + C.columns - 1) // C.columns
     sequence = program // stretches
     column = program % stretches * C.columns + tl.arange(0, C.columns)  # [COLUMNS] int64
