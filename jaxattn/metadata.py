@@ -9,8 +9,8 @@ from jaxtyping import Array, Int64, Integer, UInt64
 
 from jaxattn import query_rows
 from jaxattn.index64 import IndexArray, as_index, cdiv, index64
-from jaxattn.plan import AttentionLayers, Plan, ScheduleSpec, schedule_specs
-from jaxattn.table_inputs import TableInputs, assemble, table_options
+from jaxattn.plan import Plan
+from jaxattn.table_inputs import TableInputs, assemble, planned_schedules, table_options
 
 
 @jax.tree_util.register_dataclass
@@ -388,8 +388,8 @@ def _build(mode, lengths, added, q_len, table, cu_seqlens_q=None, ancestors=None
             f"max_pages: expected at least {cdiv(q_len, page_size)} pages of {page_size} for the {q_len} draft "
             f"tokens of a sequence, got {max_pages}"
         )
-    specs = () if layers is None else _schedule_specs(layers, rows.num_seqs, options, q_len, ancestors)
-    page_table, swa_page_table, cu_seqlens_q, seqused_k, schedules = assemble(
+    specs = planned_schedules(layers, rows.num_seqs, options, q_len, ancestors)
+    (page_table, swa_page_table), cu_seqlens_q, seqused_k, schedules = assemble(
         rows,
         lengths,
         as_index(added, "added"),
@@ -408,27 +408,6 @@ def _build(mode, lengths, added, q_len, table, cu_seqlens_q=None, ancestors=None
         max_seqlen_q=q_len,
         page_size=page_size,
         mode=mode,
-    )
-
-
-def _schedule_specs(layers, num_seqs, options, q_len, ancestors) -> tuple[ScheduleSpec, ...]:
-    """Check `plan_for` and list the schedules that its layers ask for."""
-    if not isinstance(layers, AttentionLayers):
-        raise TypeError(
-            f"plan_for: expected a jaxattn.plan.AttentionLayers, got {type(layers).__name__}; "
-            "describe the layers by AttentionLayers(q=..., k_cache=...)"
-        )
-    if ancestors is not None and layers.q.shape[0] != ancestors.shape[0]:
-        raise ValueError(
-            f"plan_for: expected the {ancestors.shape[0]} rows of ancestors in q, got {layers.q.shape[0]}"
-        )
-    return schedule_specs(
-        layers,
-        num_sequences=num_seqs,
-        max_pages=options["max_pages"],
-        page_size=options["page_size"],
-        max_seqlen_q=q_len,
-        tree_words=0 if ancestors is None else ancestors.shape[1],
     )
 
 

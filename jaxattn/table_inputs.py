@@ -1,6 +1,7 @@
 """What every metadata builder takes for its page tables, and the one jitted assembly behind them all."""
 
 import functools
+import importlib
 from typing import TYPE_CHECKING, Any, Required, TypedDict
 
 import jax
@@ -16,7 +17,7 @@ from jaxattn.page_table import (
     debug_check_rows,
     table_width,
 )
-from jaxattn.plan import AttentionLayers, build_schedules
+from jaxattn.plan import AttentionLayers, ScheduleSpec, build_schedules, schedule_specs
 from jaxattn.slot_rows import RaggedRows, SlotRows, slot_rows
 from jaxattn.window_pool import WindowRows
 
@@ -115,6 +116,34 @@ def table_options(
     }
 
 
+def planned_schedules(layers, num_seqs, options, q_len, ancestors) -> tuple[ScheduleSpec, ...]:
+    """Check `plan_for` and list the schedules that its layers ask for; none where it is None.
+
+    Raises:
+        ValueError: the layers have pages of another size than the tables, or fewer or more rows than the tree.
+        TypeError: `layers` is no `AttentionLayers`.
+    """
+    if layers is None:
+        return ()
+    if not isinstance(layers, AttentionLayers):
+        raise TypeError(
+            f"plan_for: expected a jaxattn.plan.AttentionLayers, got {type(layers).__name__}; "
+            "describe the layers by AttentionLayers(q=..., k_cache=...)"
+        )
+    if ancestors is not None and layers.q.shape[0] != ancestors.shape[0]:
+        raise ValueError(
+            f"plan_for: expected the {ancestors.shape[0]} rows of ancestors in q, got {layers.q.shape[0]}"
+        )
+    return schedule_specs(
+        layers,
+        num_sequences=num_seqs,
+        max_pages=options["max_pages"],
+        page_size=options["page_size"],
+        max_seqlen_q=q_len,
+        tree_words=0 if ancestors is None else ancestors.shape[1],
+    )
+
+
 # keep_unused: the content of a donated table is never read, only its memory is taken.
 @functools.partial(
     jax.jit,
@@ -137,10 +166,40 @@ def assemble(
     max_pages,
     specs,
 ):
-    """Compute `(page_table, swa_page_table, cu_seqlens_q, seqused_k, schedules)`, with `seqused_k = lengths + added`.
+    """Compute `((page_table, swa_page_table), cu_seqlens_q, seqused_k, schedules)`, `seqused_k = lengths + added`.
 
     `cu_seqlens_q` is given, or None for `q_len` rows in every sequence. There is a schedule for each of `specs`.
     """
+    starts, seqused_k, covered = _lengths(
+        rows, lengths, added, cu_seqlens_q, live, lookahead, q_len, max_pages * page_size
+    )
+    debug_check_rows(rows, covered, page_size, max_pages)
+    if full_to_swa is not None:
+        debug_check_rows(WindowRows(rows, full_to_swa), covered, page_size, max_pages)
+    step = None
+    if specs and bookkeeping() == "triton":
+        # Its launch computes the lengths too, so that what is above is left to the checks.
+        step = importlib.import_module("jaxattn.kernels.triton.step").assemble(
+            rows,
+            lengths,
+            added,
+            cu_seqlens_q,
+            live=live,
+            lookahead=lookahead,
+            full_to_swa=full_to_swa,
+            q_len=q_len,
+            page_size=page_size,
+            max_pages=max_pages,
+            specs=specs,
+        )
+    if step is None:
+        tables = build_page_tables(rows, covered, page_size, max_pages, full_to_swa)
+        step = tables, starts, seqused_k, build_schedules(specs, starts, seqused_k)
+    return step
+
+
+def _lengths(rows, lengths, added, cu_seqlens_q, live, lookahead, q_len, capacity):
+    """Compute `cu_seqlens_q`, `seqused_k` and the positions that the tables cover."""
     alive = jnp.ones(rows.num_seqs, bool) if live is None else live
     alive &= rows.marked_live
     seqused_k = lengths + added
@@ -149,19 +208,6 @@ def assemble(
         cu_seqlens_q = query_rows.constant_cu_seqlens(alive, q_len)
     seqused_k = query_rows.neutralise(jnp.where(alive, seqused_k, 0), cu_seqlens_q)
     # Beyond the table `advance` finds no page, so the lookahead may end with it; the sequence itself may not.
-    covered = jnp.minimum(rows.reach(seqused_k, lookahead), max_pages * page_size)
+    covered = jnp.minimum(rows.reach(seqused_k, lookahead), capacity)
     covered = jnp.where(seqused_k > 0, jnp.maximum(seqused_k, covered), 0)
-
-    debug_check_rows(rows, covered, page_size, max_pages)
-    if full_to_swa is not None:
-        debug_check_rows(WindowRows(rows, full_to_swa), covered, page_size, max_pages)
-    if specs and bookkeeping() == "triton":
-        from jaxattn.kernels.triton.step import build_tables_and_schedules
-
-        tables, schedules = build_tables_and_schedules(
-            rows, covered, page_size, max_pages, full_to_swa, specs, cu_seqlens_q, seqused_k
-        )
-    else:
-        tables = build_page_tables(rows, covered, page_size, max_pages, full_to_swa)
-        schedules = build_schedules(specs, cu_seqlens_q, seqused_k)
-    return *tables, cu_seqlens_q, seqused_k, schedules
+    return cu_seqlens_q, seqused_k, covered

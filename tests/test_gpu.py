@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_plan_for
 from test_big_pool import Pool, queries, slots_of
 
 from jaxattn.attention import unified_attention
@@ -23,7 +24,7 @@ from jaxattn.metadata import (
     target_verify_metadata,
 )
 from jaxattn.page_table import build_page_table
-from jaxattn.plan import make_plan
+from jaxattn.plan import AttentionLayers, make_plan
 from jaxattn.slot_rows import slot_rows
 
 pytestmark = pytest.mark.gpu
@@ -256,3 +257,32 @@ def test_a_plan_made_once_changes_no_bit(implementation):
     planned = dataclasses.replace(metadata, plan=make_plan(metadata, q[::4], k))
     a, b = (unified_attention(q[::4], k, v, m, implementation=implementation) for m in (metadata, planned))
     np.testing.assert_array_equal(np.asarray(a).view(np.uint16), np.asarray(b).view(np.uint16))
+
+
+@pytest.mark.parametrize("mode", test_plan_for.BUILDERS)
+@pytest.mark.parametrize("live", [None, [True, True, True, False, True]], ids=["all", "marked"])
+def test_a_builder_with_a_plan_equals_xla(mode, live):
+    layers = test_plan_for.layers_of(test_plan_for.ROWS[mode], 4, sliding_windows=(None, 6))
+    live = None if live is None else np.array(live)
+    built = test_plan_for.build_twice(lambda: test_plan_for.BUILDERS[mode](plan_for=layers, live=live))
+    test_plan_for.assert_same_bits(*built)
+
+
+@pytest.mark.parametrize("sequences", [1, 100, 500, 1000])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_a_step_of_many_long_rows_equals_xla(sequences, dtype):
+    rng = np.random.default_rng(sequences)
+    pages = rng.permutation(sequences * 300).reshape(sequences, 300)
+    pool = slots_of(pages, PAGE_SIZE).astype(dtype)
+    layers = AttentionLayers(
+        q=jax.ShapeDtypeStruct((sequences, HEADS, WIDTH), jnp.bfloat16),
+        k_cache=jax.ShapeDtypeStruct((sequences * 300, PAGE_SIZE, KV_HEADS, WIDTH), jnp.bfloat16),
+    )
+    lengths = rng.integers(-1, 300 * PAGE_SIZE, sequences)
+    built = test_plan_for.build_twice(
+        lambda: decode_metadata(
+            seqused_k=lengths, page_size=PAGE_SIZE, req_to_token=pool, lookahead=7,
+            req_pool_indices=np.arange(sequences)[::-1].copy(), plan_for=layers,
+        )
+    )  # fmt: skip
+    test_plan_for.assert_same_bits(*built)

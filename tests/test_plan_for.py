@@ -1,4 +1,4 @@
-"""Builders that plan a step along with its tables: `plan_for`, and the launch that makes both."""
+"""Builders that plan a step along with its tables: `plan_for`, and the launch that makes it all."""
 
 import dataclasses
 import importlib
@@ -13,9 +13,10 @@ import table_cases
 from test_plan import SPEC, cumulated
 
 from jaxattn import metadata, page_table, plan, table_inputs, unified_attention
+from jaxattn.debug import checked
 from jaxattn.index64 import index64
 from jaxattn.plan import AttentionLayers, ScheduleSpec, make_plan
-from jaxattn.slot_rows import PooledRows, slot_rows
+from jaxattn.slot_rows import slot_rows
 from jaxattn.tree import ancestor_bits
 
 step = pytest.importorskip("jaxattn.kernels.triton.step")
@@ -30,17 +31,29 @@ def layers_of(tokens, page_size, **options):
 
 
 @index64
-def both_steps(spec: ScheduleSpec, lists, covered, q_lens, used, page_size, full_to_swa=None):
-    """Tables and schedule by the kernel and by XLA."""
+def both_steps(spec: ScheduleSpec, lists, lengths, q_lens, page_size, full_to_swa=None):
+    """Tables, lengths and schedule by the kernel and by XLA, for given rows or a number of them in each sequence."""
     lists = dict(lists)
-    max_pages = lists.pop("max_pages")
-    rows = slot_rows(**lists)
-    window = None if full_to_swa is None else jnp.asarray(full_to_swa)
-    lengths, used, starts = (jnp.asarray(np.array(x, np.int64)) for x in (covered, used, cumulated(q_lens)))
-    build = jax.jit(step.build_tables_and_schedules, static_argnums=(2, 3, 5))
-    actual = build(rows, lengths, page_size, max_pages, window, (spec,), starts, used)
-    tables = page_table.xla_page_tables(rows, lengths, page_size, max_pages, window)
-    return actual, (tables, (plan.build_schedule(spec, starts, used),))
+    rows = slot_rows(**{name: value for name, value in lists.items() if name != "max_pages"})
+    given = not isinstance(q_lens, int)
+    arguments = (
+        rows,
+        jnp.asarray(np.array(lengths, np.int64)),
+        jnp.asarray(0, jnp.int64),
+        jnp.asarray(cumulated(q_lens)) if given else None,
+    )
+    options = {
+        "live": None,
+        "lookahead": jnp.asarray(0, jnp.int64),
+        "full_to_swa": None if full_to_swa is None else jnp.asarray(full_to_swa),
+        "q_len": None if given else q_lens,
+        "page_size": page_size,
+        "max_pages": lists["max_pages"],
+        "specs": (spec,),
+    }
+    static = ("q_len", "page_size", "max_pages", "specs")
+    actual = jax.jit(step.assemble, static_argnames=static)(*arguments, **options)
+    return actual, table_inputs.assemble(*arguments, out=[], **options)
 
 
 def assert_same_bits(actual, expected):
@@ -79,6 +92,7 @@ SPECS = {
     "uncut": {"chunk": plan.UNCUT},
     "short-only": {"max_q_len": 1},
     "many-programs": {"programs": 132, "enough_programs": 123},
+    "fewer-tokens-than-sequences": {"num_tokens": 3},
     "beyond-32-bits": {"capacity": 2**40},
 }
 
@@ -91,8 +105,8 @@ def test_one_launch_equals_the_separate_builders(name, form):
     spec = dataclasses.replace(SPEC, **sizes | SPECS[name])
     assert spec.blocks_in_sequence == 1
     case = table_cases.make_case(3, lengths, 3)
-    used = [2**39, 0, *lengths[2:]] if name == "beyond-32-bits" else lengths
-    assert_same_bits(*both_steps(spec, getattr(case, form)(), lengths, q_lens, used, 3))
+    used = [2**39, *lengths[1:]] if name == "beyond-32-bits" else lengths
+    assert_same_bits(*both_steps(spec, getattr(case, form)(), used, q_lens, 3))
 
 
 @pytest.mark.parametrize("form", ["ragged", "pooled"])
@@ -106,7 +120,7 @@ def test_slots_of_both_widths_and_the_window_table(form, dtype, page_size):
     lists[name] = np.clip(lists[name], -1, None).astype(dtype)
     spec = dataclasses.replace(SPEC, num_sequences=4, num_tokens=4, max_seqlen_q=1, capacity=5 * page_size)
     window = case.full_to_swa(np.random.default_rng(1))
-    actual, expected = both_steps(spec, lists, lengths, [1, 1, 0, 1], lengths, page_size, window)
+    actual, expected = both_steps(spec, lists, lengths, 1, page_size, window)
     assert actual[0][1] is not None
     assert_same_bits(actual, expected)
 
@@ -116,19 +130,26 @@ def test_rows_wider_than_a_stretch_and_batches_without_work(lengths):
     columns = 200
     pool = np.random.default_rng(0).permutation(3 * columns).reshape(3, columns)
     lists = {"req_to_token": pool, "req_pool_indices": np.arange(len(lengths)), "max_pages": columns}
-    q_lens = [int(n > 0) for n in lengths]
     count = len(lengths)
     spec = dataclasses.replace(
         SPEC, num_sequences=count, num_tokens=count, max_seqlen_q=1, capacity=columns, tile=16
     )
-    assert_same_bits(*both_steps(spec, lists, lengths, q_lens, lengths, 1))
+    assert_same_bits(*both_steps(spec, lists, lengths, 1, 1))
 
 
-def test_without_slots_the_separate_builders_run():
-    rows = PooledRows(np.zeros((1, 0), np.int32), np.zeros(1, np.int64))
-    lists = {"req_to_token": rows.req_to_token, "req_pool_indices": rows.req_pool_indices, "max_pages": 2}
-    spec = dataclasses.replace(SPEC, num_sequences=1, num_tokens=1, max_seqlen_q=1)
-    assert_same_bits(*both_steps(spec, lists, [3], [1], [3], 16))
+def test_without_slots_the_separate_builders_run(launches):
+    pool = {
+        "req_to_token": np.zeros((1, 0), np.int32),
+        "req_pool_indices": np.zeros(1, np.int64),
+        "max_pages": 2,
+    }
+    actual, expected = build_twice(
+        lambda: metadata.decode_metadata(
+            seqused_k=np.array([3]), page_size=4, plan_for=layers_of(1, 4), **pool
+        )
+    )
+    assert launches == ["schedule_kernel"]
+    assert_same_bits(actual, expected)
 
 
 def build_twice(function):
@@ -143,43 +164,47 @@ def build_twice(function):
 
 POOL = {
     "page_size": 4,
-    "req_to_token": np.arange(4, 44, dtype=np.int32).reshape(2, 20)[[1, 0, 1]],
-    "req_pool_indices": np.array([2, -1, 1]),
+    "req_to_token": np.arange(4, 64, dtype=np.int32).reshape(3, 20),
+    "req_pool_indices": np.array([2, -1, 1, 0, 0]),
 }
-
-
-TREES = np.asarray(ancestor_bits(np.array([[-1, 0, 0, 1]] * 3)))
+TREES = np.asarray(ancestor_bits(np.array([[-1, 0, 0, 1]] * 5)))
 
 
 def verify_tree(**options):
     return metadata.target_verify_metadata(
-        prefix_lens=np.array([9, 4, 0]), num_draft_tokens=4, ancestors=TREES, **POOL, **options
+        prefix_lens=np.array([9, 4, 0, 16, -1]), num_draft_tokens=4, ancestors=TREES, **POOL, **options
     )
 
 
 BUILDERS = {
-    "decode": lambda **o: metadata.decode_metadata(seqused_k=np.array([9, 4, 3]), **POOL, **o),
+    "decode": lambda **o: metadata.decode_metadata(seqused_k=np.array([9, 4, 3, 20, 0]), **POOL, **o),
     "verify-tree": verify_tree,
     "draft-decode": lambda **o: metadata.draft_decode_metadata(
-        prefix_lens=np.array([9, 4, 0]), step=1, lookahead=3, **POOL, **o
+        prefix_lens=np.array([9, 4, 0, 17, -1]), step=1, lookahead=3, **POOL, **o
     ),
     "draft-extend": lambda **o: metadata.draft_extend_metadata(
-        seqused_k=np.array([9, 4, 3]), num_draft_tokens=3, **POOL, **o
+        seqused_k=np.array([9, 4, 3, 2, 20]), num_draft_tokens=3, **POOL, **o
     ),
     "extend": lambda **o: metadata.extend_metadata(
-        seqused_k=np.array([9, 4, 3]), cu_seqlens_q=np.array([0, 2, 2, 3]), max_seqlen_q=2, **POOL, **o
+        seqused_k=np.array([9, 4, 3, 20, 5]),
+        cu_seqlens_q=np.array([0, 2, 2, 3, 5, 5]),
+        max_seqlen_q=2,
+        **POOL,
+        **o,
     ),
 }
-ROWS = {"decode": 3, "verify-tree": 12, "draft-decode": 3, "draft-extend": 9, "extend": 3}
+ROWS = {"decode": 5, "verify-tree": 20, "draft-decode": 5, "draft-extend": 15, "extend": 5}
 
 
 @pytest.mark.parametrize("mode", BUILDERS)
-def test_each_builder_makes_tables_and_plan_in_one_launch(mode, launches):
+@pytest.mark.parametrize("live", [None, [True, True, True, False, True]], ids=["all", "marked"])
+def test_each_builder_makes_everything_in_one_launch(mode, live, launches):
     layers = layers_of(ROWS[mode], 4, sliding_windows=(6,))
-    actual, expected = build_twice(lambda: BUILDERS[mode](plan_for=layers))
+    live = None if live is None else np.array(live)
+    actual, expected = build_twice(lambda: BUILDERS[mode](plan_for=layers, live=live))
     assert launches == ["step_kernel"]
     assert_same_bits(actual, expected)
-    bare = BUILDERS[mode]()
+    bare = BUILDERS[mode](live=live)
     assert bare.plan is None
     tables = (bare.page_table, bare.cu_seqlens_q, bare.seqused_k)
     assert_same_bits((actual.page_table, actual.cu_seqlens_q, actual.seqused_k), tables)
@@ -192,8 +217,8 @@ def test_further_schedules_have_launches_of_their_own_or_come_from_xla(launches)
 
     def build():
         return metadata.extend_metadata(
-            seqused_k=np.array([20, 5, 3]), cu_seqlens_q=np.array([0, 20, 21, 22]), max_seqlen_q=20,
-            plan_for=layers, **POOL,
+            seqused_k=np.array([20, 5, 3, 20, 4]), cu_seqlens_q=np.array([0, 20, 21, 22, 40, 41]),
+            max_seqlen_q=20, plan_for=layers, **POOL,
         )  # fmt: skip
 
     actual, expected = build_twice(build)
@@ -215,16 +240,25 @@ def test_under_jit_the_plan_is_the_same(mode, x64, launches):
 
 def test_a_donated_table_is_taken_with_a_plan(launches):
     first = BUILDERS["decode"]()
-    expected = BUILDERS["decode"](plan_for=layers_of(3, 4))
-    assert_same_bits(BUILDERS["decode"](plan_for=layers_of(3, 4), out=first), expected)
+    expected = BUILDERS["decode"](plan_for=layers_of(5, 4))
+    assert_same_bits(BUILDERS["decode"](plan_for=layers_of(5, 4), out=first), expected)
+
+
+def test_checked_mode_checks_the_rows_of_a_planned_step(launches):
+    layers = layers_of(5, 4)
+    checked(lambda: BUILDERS["decode"](plan_for=layers))()
+    short = {"kv_indptr": np.array([0, 4, 4]), "kv_indices": np.arange(4), "max_pages": 2, "page_size": 4}
+    layers = layers_of(2, 4)
+    with pytest.raises(Exception, match="sequence 1 lists fewer slots"):
+        checked(lambda: metadata.decode_metadata(seqused_k=np.array([4, 3]), plan_for=layers, **short))()
 
 
 def test_other_lengths_drop_the_plan():
-    built = BUILDERS["decode"](plan_for=layers_of(3, 4), lookahead=1)
+    built = BUILDERS["decode"](plan_for=layers_of(5, 4), lookahead=1)
     assert built.plan is not None
     assert built.advance(1).plan is None
-    assert built.with_lengths(np.array([1, 0, 2])).plan is None
-    assert built.pad_to(5).plan is None
+    assert built.with_lengths(np.array([1, 0, 2, 3, 0])).plan is None
+    assert built.pad_to(7).plan is None
 
 
 def alone(*_):
@@ -235,7 +269,7 @@ def alone(*_):
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 6}, {"batch_invariant": True}], ids=str)
 def test_attention_finds_the_plan(implementation, options, monkeypatch):
     rng = np.random.default_rng(0)
-    q = jnp.asarray(rng.normal(size=(12, 4, 16)), jnp.float32)
+    q = jnp.asarray(rng.normal(size=(20, 4, 16)), jnp.float32)
     k, v = (jnp.asarray(rng.normal(size=(32, 4, 2, 16)), jnp.float32) for _ in range(2))
     layers = AttentionLayers(
         q=q,
@@ -285,11 +319,11 @@ def test_the_schedules_are_those_that_launches_ask_for(name):
 
 def test_layers_are_static():
     arrays = AttentionLayers(
-        q=jnp.zeros((3, 4, 16)), k_cache=jnp.zeros((32, 4, 2, 16)), sliding_windows=[None]
+        q=jnp.zeros((5, 4, 16)), k_cache=jnp.zeros((32, 4, 2, 16)), sliding_windows=[None]
     )
-    assert arrays == layers_of(3, 4)
-    assert hash(arrays) == hash(layers_of(3, 4))
-    assert arrays != layers_of(3, 4, batch_invariant=True)
+    assert arrays == layers_of(5, 4)
+    assert hash(arrays) == hash(layers_of(5, 4))
+    assert arrays != layers_of(5, 4, batch_invariant=True)
 
 
 def test_a_batch_without_sequences_has_an_empty_plan():
@@ -329,12 +363,12 @@ def test_a_plan_for_other_tables_is_refused():
     with pytest.raises(
         ValueError, match="k_cache: expected the page size of the tables, 4, got 8; view the cache"
     ):
-        BUILDERS["decode"](plan_for=layers_of(3, 8))
+        BUILDERS["decode"](plan_for=layers_of(5, 8))
     with pytest.raises(ValueError, match="k_cache: expected the page size of the tables"):
-        make_plan(BUILDERS["decode"](), q, layers_of(3, 8).k_cache)
+        make_plan(BUILDERS["decode"](), q, layers_of(5, 8).k_cache)
     with pytest.raises(
         TypeError, match=r"plan_for: expected a jaxattn\.plan\.AttentionLayers, got ShapeDtypeStruct"
     ):
-        BUILDERS["decode"](plan_for=layers_of(3, 4).q)
-    with pytest.raises(ValueError, match="plan_for: expected the 12 rows of ancestors in q, got 3"):
-        verify_tree(plan_for=layers_of(3, 4))
+        BUILDERS["decode"](plan_for=layers_of(5, 4).q)
+    with pytest.raises(ValueError, match="plan_for: expected the 20 rows of ancestors in q, got 5"):
+        verify_tree(plan_for=layers_of(5, 4))

@@ -10,7 +10,10 @@ from bench.audit.mlir_text import UnreadableIR
 # Lengths, depths, tile numbers and bit masks count within one sequence; a pool's stride never multiplies them.
 # The words of an MXFP4 weight are values.
 COUNTS = frozenset(
-    {"seqused_k", "depths", "ancestors", "tile_start", "active", "block_index", "codes", "scale"}
+    {
+        *("seqused_k", "lengths", "added", "depths", "ancestors"),
+        *("tile_start", "active", "block_index", "codes", "scale"),
+    }
 )
 
 READS = ("tt.load", "tt.atomic_rmw", "tt.atomic_cas", "tt.descriptor_load", "tt.descriptor_gather")

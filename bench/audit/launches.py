@@ -124,15 +124,24 @@ def _step_requests(arch: str) -> Iterator[CompileRequest]:
     with tuning.using(tuning.Device(architecture=arch, cores=100)):
         # Places on the line of the longer rows need 64 bits.
         planned = {n: schedule_specs(layers, max_pages=n, **sizes) for n in (COLUMNS, 2**24)}
+    lengths, starts, live = array(SEQUENCES), array(SEQUENCES + 1), array(SEQUENCES, dtype=jnp.bool_)
     for (name, rows), (columns, specs) in itertools.product(_slot_rows(), planned.items()):
+        options = {"full_to_swa": None, "page_size": PAGE_SIZE, "max_pages": columns, "specs": specs}
 
-        def build(rows, lengths, cu_seqlens_q, seqused_k, *, columns=columns, specs=specs):
-            return step.build_tables_and_schedules(
-                rows, lengths, PAGE_SIZE, columns, None, specs, cu_seqlens_q, seqused_k
+        def build(rows, lengths, added, lookahead, options=options):
+            return step.assemble(
+                rows, lengths, added, None, live=None, lookahead=lookahead, q_len=1, **options
             )
 
-        arguments = (rows, array(SEQUENCES), array(SEQUENCES + 1), array(SEQUENCES))
+        def build_ragged(rows, lengths, added, lookahead, live, cu_seqlens_q, options=options):
+            return step.assemble(
+                rows, lengths, added, cu_seqlens_q, live=live, lookahead=lookahead, q_len=None, **options
+            )
+
+        arguments = (rows, lengths, array(), array())
         yield from trace(arch, f"{name} rows of {columns} pages and plan", build, *arguments)
+        name = f"{name} rows of {columns} pages and plan, ragged queries"
+        yield from trace(arch, name, build_ragged, *arguments, live, starts)
 
 
 def _cache_write_requests(arch: str) -> Iterator[CompileRequest]:

@@ -10,15 +10,16 @@ from jaxattn.kernels.triton.launch import launch
 
 
 @triton.jit
-def _listed_slots(slots_ptr, start, row, listed, position, C: tl.constexpr):
+def _listed_slots(slots_ptr, start, listed, position, C: tl.constexpr):
     """Slot of each position of a sequence, -1 where none is listed."""
+    inside = (position >= 0) & (position < listed)
     if C.ragged:
-        inside = (position < listed) & (start + position >= 0) & (start + position < C.slot_columns)
         at = start + position
+        inside = inside & (at >= 0) & (at < C.slot_columns)
     else:
-        inside = (row >= 0) & (row < C.slot_rows) & (position < C.slot_columns)
-        at = row * C.slot_columns + position
-    return tl.load(slots_ptr + at, mask=inside & (position >= 0), other=-1).to(tl.int64)
+        at = start * C.slot_columns + position
+        inside = inside & (start >= 0) & (start < C.slot_rows)
+    return tl.load(slots_ptr + at, mask=inside, other=-1).to(tl.int64)
 
 
 @triton.jit
@@ -45,34 +46,64 @@ def page_table_kernel(
     lengths_ptr, slots_ptr, starts_ptr, full_to_swa_ptr, table_ptr, window_table_ptr, C: tl.constexpr
 ):
     """Build the tables, a stretch of a row in each program."""
-    program = tl.program_id(0).to(tl.int64)
+    sequence, first_column = stretch_of(tl.program_id(0).to(tl.int64), C)
+    start, listed = row_of(starts_ptr, sequence, C)
+    length = tl.load(lengths_ptr + sequence)
     write_stretch(
-        program, lengths_ptr, slots_ptr, starts_ptr, full_to_swa_ptr, table_ptr, window_table_ptr, C
+        sequence,
+        first_column,
+        length,
+        start,
+        listed,
+        slots_ptr,
+        full_to_swa_ptr,
+        table_ptr,
+        window_table_ptr,
+        C,
     )
 
 
 @triton.jit
-def write_stretch(
-    program, lengths_ptr, slots_ptr, starts_ptr, full_to_swa_ptr, table_ptr, window_table_ptr, C: tl.constexpr
-):
-    """Write one stretch of one row of the table, and of the window table."""
+def stretch_of(program, C: tl.constexpr):
+    """The sequence and the first column of a program's stretch."""
     stretches: tl.constexpr = (C.max_pages + C.columns - 1) // C.columns
-    sequence = program // stretches
-    column = program % stretches * C.columns + tl.arange(0, C.columns)  # [COLUMNS] int64
-    length = tl.load(lengths_ptr + sequence)
-    first = column * C.page_size
-    last = tl.minimum(first + C.page_size, length) - 1
+    return program // stretches, program % stretches * C.columns
+
+
+@triton.jit
+def row_of(starts_ptr, sequence, C: tl.constexpr):
+    """Where the slots of a sequence begin in the list, or its row of the pool; and how many slots it lists."""
     start = tl.load(starts_ptr + sequence)
-    row = start
-    listed = length
     if C.ragged:
         listed = tl.maximum(tl.load(starts_ptr + sequence + 1) - start, 0)
+    else:
+        listed = tl.full([], C.slot_columns, tl.int64)
+    return start, listed
+
+
+@triton.jit
+def write_stretch(
+    sequence,
+    first_column,
+    length,
+    start,
+    listed,
+    slots_ptr,
+    full_to_swa_ptr,
+    table_ptr,
+    window_table_ptr,
+    C: tl.constexpr,
+):
+    """Write one stretch of one row of the table, and of the window table."""
+    column = first_column + tl.arange(0, C.columns)  # [COLUMNS] int64
+    first = column * C.page_size
+    last = tl.minimum(first + C.page_size, length) - 1
     needed = (first < length) & (column < C.max_pages)
     # Positions that no entry needs are -1, which nothing is loaded for.
-    first_slot = _listed_slots(slots_ptr, start, row, listed, tl.where(needed, first, -1), C)
+    first_slot = _listed_slots(slots_ptr, start, listed, tl.where(needed, first, -1), C)
     last_slot = first_slot
     if C.page_size > 1:
-        last_slot = _listed_slots(slots_ptr, start, row, listed, tl.where(needed, last, -1), C)
+        last_slot = _listed_slots(slots_ptr, start, listed, tl.where(needed, last, -1), C)
     at = sequence * C.max_pages + column
     tl.store(
         table_ptr + at, _entries(first_slot, last_slot, first, last, length, C), mask=column < C.max_pages

@@ -112,10 +112,12 @@ def schedule_kernel(
     L: tl.constexpr,
 ):
     """Lay out a schedule."""
+    sequence = tl.arange(0, L.sequences)  # [S]
+    real = sequence < spec.num_sequences
     lay_out(
         tl.program_id(0).to(tl.int64),
-        cu_seqlens_q_ptr,
-        seqused_k_ptr,
+        rows_of(cu_seqlens_q_ptr, sequence, real),
+        tl.load(seqused_k_ptr + sequence, mask=real, other=0),
         block_sequence_ptr,
         block_index_ptr,
         tile_start_ptr,
@@ -127,10 +129,17 @@ def schedule_kernel(
 
 
 @triton.jit
+def rows_of(cu_seqlens_q_ptr, sequence, real):
+    """Query rows of each sequence."""
+    begin = tl.load(cu_seqlens_q_ptr + sequence, mask=real, other=0)
+    return tl.load(cu_seqlens_q_ptr + sequence + 1, mask=real, other=0) - begin
+
+
+@triton.jit
 def lay_out(
     part,
-    cu_seqlens_q_ptr,
-    seqused_k_ptr,
+    q_len,
+    used,
     block_sequence_ptr,
     block_index_ptr,
     tile_start_ptr,
@@ -139,13 +148,17 @@ def lay_out(
     spec: tl.constexpr,
     L: tl.constexpr,
 ):
-    """Count, sum and compact the blocks in every part; part 0 stores them, each finds some first blocks."""
+    """Count, sum and compact the blocks in every part; part 0 stores them, each finds some first blocks.
+
+    Sequences have `q_len` query rows and `used` keys, both [S]; lanes behind the last one have no rows.
+    """
     sequence = tl.arange(0, L.sequences)  # [S]
-    real = sequence < spec.num_sequences
-    q_start = tl.load(cu_seqlens_q_ptr + sequence, mask=real, other=0)
-    q_len = tl.load(cu_seqlens_q_ptr + sequence + 1, mask=real, other=0) - q_start
-    used = tl.load(seqused_k_ptr + sequence, mask=real, other=0)
-    live = real & (q_len >= tl.maximum(spec.min_q_len, 1)) & (q_len <= spec.max_q_len)
+    live = (q_len >= tl.maximum(spec.min_q_len, 1)) & (q_len <= spec.max_q_len)
+    block = tl.cumsum(live.to(L.index), 0) - 1  # [S]
+    if spec.num_blocks < spec.num_sequences:
+        # Rows that are more than the tokens have no block.
+        live = live & (block < spec.num_blocks)
+    blocks = tl.sum(live.to(L.index), 0)
 
     stop = tl.maximum(tl.minimum(used, spec.capacity), 0)
     places = (stop.to(L.index) + spec.step - 1) // spec.step
@@ -155,8 +168,6 @@ def lay_out(
     places = tl.where(live, tl.maximum(places, 1) * spec.num_kv_heads, 0)
     end = tl.cumsum(places, 0)  # [S]
     work = tl.sum(places, 0)
-    block = tl.cumsum(live.to(L.index), 0) - 1  # [S]
-    blocks = tl.sum(live.to(L.index), 0)
 
     if part == 0:
         tl.store(block_sequence_ptr + block, sequence.to(tl.int64), mask=live)
