@@ -77,39 +77,6 @@ def test_the_kernel_equals_the_dense_product(tokens, shape, implementation):
 
 
 @needs_triton
-@pytest.mark.parametrize("tokens", [9, 13, 17, 32])
-def test_the_last_program_adds_the_parts_whatever_memory_held(tokens, monkeypatch):
-    """And gives the same bits as often as it is asked; 16 steps in 8 splits of 3 blocks, each of which has a ticket."""
-    from jaxattn.kernels import tuning
-    from jaxattn.kernels.triton import interpreter
-    from jaxattn.kernels.triton import mxfp4_tiles as kernel
-
-    outputs = {kernel.mxfp4_tiles_input_kernel: [1, 2], kernel.mxfp4_tiles_sum_kernel: [5, 6]}
-    seen = []
-
-    def run_in_used_memory(launched, arrays, grid, **constants):
-        for index in outputs[launched]:
-            arrays[index].fill(7 if arrays[index].dtype == np.int32 else np.nan)
-        interpreted(launched, arrays, grid, **constants)
-        seen.append(grid)
-        if launched is kernel.mxfp4_tiles_sum_kernel:
-            assert arrays[7].tolist() == [8, 8, 8]
-
-    interpreted = interpreter.run
-    monkeypatch.setattr(interpreter, "run", run_in_used_memory)
-    weight, dense = drawn(300, 2000)
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((tokens, 2000)), jnp.bfloat16)
-    tiles = Mxfp4Tiles.from_weight(weight)
-    with tuning.using(tuning.Device(architecture="interpreter", cores=12)):
-        got, again = (np.asarray(jax.jit(lambda x, w: kernel.run(x, w))(x, tiles)) for _ in range(2))
-    assert seen[1::2] == [24, 24]
-    np.testing.assert_array_equal(got, again)
-    np.testing.assert_allclose(
-        got, np.asarray(x, np.float64) @ dense.T, rtol=0, atol=1e-5 * np.abs(dense).sum(1).max()
-    )
-
-
-@needs_triton
 def test_the_kernel_says_what_it_cannot_multiply():
     from jaxattn.errors import UnsupportedError
     from jaxattn.kernels import tuning

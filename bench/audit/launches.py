@@ -16,7 +16,7 @@ from jaxattn.index64 import index64
 from jaxattn.kernels import tuning
 from jaxattn.kernels.triton import attention, cache_write, mxfp4, mxfp4_tiles, page_table, step
 from jaxattn.kernels.triton.launch import recording
-from jaxattn.kernels.triton.requests import CompileRequest, request_of
+from jaxattn.kernels.triton.requests import CompileRequest, device_of, request_of
 from jaxattn.plan import AttentionLayers, schedule_specs
 from jaxattn.problem import AttentionProblem
 from jaxattn.quantization import Mxfp4Tiles, Mxfp4Weight
@@ -45,7 +45,7 @@ def other_requests(arch: str) -> list[CompileRequest]:
 
 def trace(arch: str, name: str, function: Callable, *arguments: Any) -> Iterator[CompileRequest]:
     """Trace a call of abstract arguments for an architecture, and describe its launches."""
-    device = tuning.Device(architecture=arch, cores=100)
+    device = device_of(arch)
     with tuning.using(device), recording() as calls:
         # a function of its own, because JAX remembers what it has traced
         index64(jax.eval_shape)(lambda *traced: function(*traced), *arguments)
@@ -121,7 +121,7 @@ def _step_requests(arch: str) -> Iterator[CompileRequest]:
         sliding_windows=(4096,),
     )
     sizes = {"num_sequences": SEQUENCES, "page_size": PAGE_SIZE, "max_seqlen_q": 1}
-    with tuning.using(tuning.Device(architecture=arch, cores=100)):
+    with tuning.using(device_of(arch)):
         # Places on the line of the longer rows need 64 bits.
         planned = {n: schedule_specs(layers, max_pages=n, **sizes) for n in (COLUMNS, 2**24)}
     lengths, starts, live = array(SEQUENCES), array(SEQUENCES + 1), array(SEQUENCES, dtype=jnp.bool_)
@@ -163,7 +163,7 @@ def _mxfp4_requests(arch: str) -> Iterator[CompileRequest]:
     tiles = jax.eval_shape(Mxfp4Tiles.from_weight, Mxfp4Weight(packed, scale, rows, columns))
     for tokens in (1, 8, 16, 32):
         x = array(tokens, columns, dtype=jnp.bfloat16)
-        with tuning.using(tuning.Device(architecture=arch, cores=100)):
+        with tuning.using(device_of(arch)):
             reason = mxfp4_tiles.supports(x)
         if reason is None:
             name = f"{tokens} x {columns} by {rows} rows in tiles"

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
 from jaxattn.kv_cache import PagedKVCache
@@ -163,7 +164,8 @@ def forward(
             the window pool.
         features: layers, ascending, whose inputs follow the hidden states: `[T, (1 + features) * E]`. `logits`
             takes both forms.
-        **options: further arguments of `unified_attention`: `implementation`, `batch_invariant`, `config`.
+        **options: further arguments of `unified_attention`: `implementation`, `batch_invariant`, `config`. With
+            `batch_invariant` layers are compiled apart, so that `features` change no bit of the hidden states.
 
     Raises:
         ValueError: `features` are not layers of the model, or not in order.
@@ -191,9 +193,12 @@ def forward(
         pools[in_window] = share_plan(pool, q_rows, cache, windows, **options)
         slots[in_window] = pool.slots(num_tokens)
 
+    # A compiler that fuses a layer with whatever reads its input may round in other places.
+    apart = lax.optimization_barrier if options.get("batch_invariant") else lambda x: x
     x = x * jnp.asarray(config.embedding_scale, x.dtype)
     seen = []
     for i, (layer, w) in enumerate(zip(config.layers, weights.layers, strict=True)):
+        x = apart(x)
         if i in features:
             seen.append(x)
         in_window = i in cache.window_layers
@@ -214,14 +219,16 @@ def forward(
         x = x + _post_norm(out, w.post_attention_norm, config.rms_norm_eps)
         out = _mlp(config, w, rms_norm(x, w.mlp_norm, config.rms_norm_eps))
         x = x + _post_norm(out, w.post_mlp_norm, config.rms_norm_eps)
-    hidden = rms_norm(x, weights.final_norm, config.rms_norm_eps)
+    hidden = apart(rms_norm(apart(x), weights.final_norm, config.rms_norm_eps))
     return jnp.concatenate([hidden, *seen], axis=-1) if seen else hidden, cache
 
 
 def logits(weights: DecoderWeights, hidden: Float[Array, "rows E"]) -> Float32[Array, "rows V"]:
     """Scores of the next token from rows of `forward`'s hidden states, in float32."""
     head = weights.embedding if weights.head is None else weights.head
-    return linear(hidden[:, : weights.embedding.shape[1]], head, out_dtype=jnp.float32)
+    # The product is the same whether features follow or not.
+    hidden = lax.optimization_barrier(hidden[:, : weights.embedding.shape[1]])
+    return linear(hidden, head, out_dtype=jnp.float32)
 
 
 def _qkv(config: DecoderConfig, w: LayerWeights, x: Float[Array, "T E"]):

@@ -48,8 +48,6 @@ class Constants:
     tiles: int
     steps: int
     splits: int
-    # Of rows that a program has.
-    blocks: int
     # Warps, of which `row_warps` have rows of their own and the others columns; 16-row parts of a warp.
     warps: int
     row_warps: int
@@ -59,8 +57,6 @@ class Constants:
     input_ahead: bool
     # Lay the input out as lanes read it before the launch; pays once there are enough tokens.
     input_laid_out: bool
-    # The last program of a block adds the parts of all splits; needs `input_laid_out`.
-    added_inside: bool
     expand: str
 
 
@@ -105,53 +101,39 @@ def run(x: Float[Array, "tokens columns"], weight: "Mxfp4Tiles") -> Float32[Arra
         tiles=tiles,
         steps=steps,
         splits=max(1, min(wanted, steps // column_warps)),
-        blocks=blocks,
         expand="\n".join(table["expand"]),
         **{name: entry[name] for name in _OF_ENTRY},
     )
-    arrays = [weight.codes, weight.scale, weight.factor]
-    multiply = functools.partial(
-        launch, grid=blocks * constants.splits, num_warps=constants.warps, C=constants
-    )
-    tickets = None
-    if constants.input_laid_out:
-        x, tickets = _lay_out(x, constants)
-    else:
-        x = jnp.pad(x, ((0, 0), (0, steps * COLUMNS - x.shape[1])))
-    if tickets is None or constants.splits == 1 or not constants.added_inside:
-        out = jax.ShapeDtypeStruct((constants.splits, tokens, weight.rows), jnp.float32)
-        out = multiply(mxfp4_tiles_kernel, [x, *arrays], [out])[0]
-        return out.sum(axis=0) if constants.splits > 1 else out[0]
-    parts = (blocks, constants.splits, block_rows, TOKENS * constants.token_blocks)
-    return multiply(
-        mxfp4_tiles_sum_kernel,
-        [x, *arrays, tickets],
+    padded = jnp.pad(x, ((0, 0), (0, steps * COLUMNS - x.shape[1])))
+    out = launch(
+        mxfp4_tiles_kernel,
         [
-            jax.ShapeDtypeStruct((tokens, weight.rows), jnp.float32),
-            jax.ShapeDtypeStruct(parts, jnp.float32),
-            jax.ShapeDtypeStruct((blocks,), jnp.int32),
+            _laid_out(x, constants) if constants.input_laid_out else padded,
+            weight.codes,
+            weight.scale,
+            weight.factor,
         ],
-        aliases={4: 2},
+        [jax.ShapeDtypeStruct((constants.splits, tokens, weight.rows), jnp.float32)],
+        grid=blocks * constants.splits,
+        num_warps=constants.warps,
+        C=constants,
     )[0]
+    return out.sum(axis=0) if constants.splits > 1 else out[0]
 
 
-_OF_ENTRY = ("warps", "row_warps", "row_parts", "unroll", "input_ahead", "input_laid_out", "added_inside")
+_OF_ENTRY = ("warps", "row_warps", "row_parts", "unroll", "input_ahead", "input_laid_out")
 
 
-def _lay_out(x, constants: Constants):
-    """The input as lanes read it, `[steps, token_blocks, 4, 8, 4, 8]`: chunk, token, lane of the four, column.
-
-    And a ticket for each block, which is 0.
-    """
-    shape = (constants.steps, constants.token_blocks, 4, 8, 4, 8)
+def _laid_out(x, constants: Constants):
+    """The input as lanes read it, `[steps, token_blocks, 4, 8, 4, 8]`: chunk, token, lane of the four, column."""
     return launch(
         mxfp4_tiles_input_kernel,
         [x],
-        [jax.ShapeDtypeStruct(shape, x.dtype), jax.ShapeDtypeStruct((constants.blocks,), jnp.int32)],
+        [jax.ShapeDtypeStruct((constants.steps, constants.token_blocks, 4, 8, 4, 8), x.dtype)],
         grid=constants.steps * constants.token_blocks,
         num_warps=4,
         C=constants,
-    )
+    )[0]
 
 
 @functools.cache
@@ -164,9 +146,8 @@ def _tables() -> dict[str, dict[str, Any]]:
 
 
 @triton.jit
-def mxfp4_tiles_input_kernel(x_ptr, out_ptr, tickets_ptr, C: tl.constexpr):
+def mxfp4_tiles_input_kernel(x_ptr, out_ptr, C: tl.constexpr):
     """One step of a block of tokens in the order that lanes read it; tokens beyond the last are 0."""
-    PROGRAMS: tl.constexpr = C.steps * C.token_blocks
     program = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, 4)[:, None, None, None]
     token = tl.arange(0, 8)[None, :, None, None]
@@ -177,76 +158,11 @@ def mxfp4_tiles_input_kernel(x_ptr, out_ptr, tickets_ptr, C: tl.constexpr):
     column = (program // C.token_blocks).to(tl.int32) * 128 + four * 32 + chunk * 8 + value
     x = tl.load(x_ptr + (token * C.columns + column), (token < C.tokens) & (column < C.columns), 0.0)
     tl.store(out_ptr + program * 1024 + place, x)
-    TICKETS: tl.constexpr = triton.next_power_of_2((C.blocks + PROGRAMS - 1) // PROGRAMS)
-    ticket = program * TICKETS + tl.arange(0, TICKETS)
-    tl.store(tickets_ptr + ticket, 0, ticket < C.blocks)
 
 
 @triton.jit
 def mxfp4_tiles_kernel(x_ptr, codes_ptr, scale_ptr, factor_ptr, out_ptr, C: tl.constexpr):
-    """Some rows of the weight times all tokens, over one part of the steps."""
-    split, block = _split_and_block(C)
-    total = _product(x_ptr, codes_ptr, scale_ptr, factor_ptr, split, block, C)
-    _store(out_ptr + split * (C.tokens * C.rows), total, block, C)
-
-
-@triton.jit
-def mxfp4_tiles_sum_kernel(
-    x_ptr, codes_ptr, scale_ptr, factor_ptr, tickets_ptr, out_ptr, parts_ptr, _tickets_ptr, C: tl.constexpr
-):
-    """The same, and the last program of a block adds what all have stored, in the order of the splits."""
-    PART: tl.constexpr = 16 * C.row_parts
-    PIECES: tl.constexpr = C.row_parts * C.token_blocks
-    SIZE: tl.constexpr = C.row_warps * PART * 8 * C.token_blocks
-    SPLITS: tl.constexpr = C.splits
-    split, block = _split_and_block(C)
-    total = _product(x_ptr, codes_ptr, scale_ptr, factor_ptr, split, block, C)
-    # As lanes have it: [32, row_warps, PIECES, 4]
-    total = tl.reshape(total, [C.row_warps, C.row_parts, 2, 8, C.token_blocks, 4, 2])
-    total = tl.reshape(tl.permute(total, [3, 5, 0, 1, 4, 2, 6]), [32, C.row_warps, PIECES, 4])
-    lane = tl.arange(0, 32)[:, None, None, None]
-    warp = tl.arange(0, C.row_warps)[None, :, None, None]
-    piece = tl.arange(0, PIECES)[None, None, :, None]
-    place = ((piece * C.row_warps + warp) * 32 + lane) * 4 + tl.arange(0, 4)[None, None, None, :]
-    place += block * (C.splits * SIZE)
-    parts_ptr += tl.max_contiguous(place, [4, 2, 1, 8]) if HINTED else place
-    tl.store(parts_ptr + split * SIZE, total)
-    # All threads have stored before one takes the ticket, which publishes their parts and receives those of others.
-    tl.debug_barrier()
-    if tl.atomic_add(tickets_ptr + block, 1, sem="acq_rel", scope="gpu") == C.splits - 1:
-        added = tl.load(parts_ptr, cache_modifier=".cg")
-        for other in tl.static_range(1, SPLITS):
-            added += tl.load(parts_ptr + other * SIZE, cache_modifier=".cg")
-        added = tl.reshape(added, [8, 4, C.row_warps, C.row_parts, C.token_blocks, 2, 2])
-        added = tl.reshape(tl.permute(added, [2, 3, 5, 0, 4, 1, 6]), [C.row_warps, PART, 8 * C.token_blocks])
-        _store(out_ptr, added, block, C)
-
-
-@triton.jit
-def _split_and_block(C: tl.constexpr):
-    """What a program multiplies: neighbours share rows, and programs far apart, as those of a core are, the input."""
-    program = tl.program_id(0).to(tl.int64)
-    return program % C.splits, program // C.splits
-
-
-@triton.jit
-def _rows(block, C: tl.constexpr):
-    """The rows of a program, `[row_warps, rows of a warp]`."""
-    PART: tl.constexpr = 16 * C.row_parts
-    return (block * C.row_warps + tl.arange(0, C.row_warps)[:, None]) * PART + tl.arange(0, PART)[None, :]
-
-
-@triton.jit
-def _store(out_ptr, total, block, C: tl.constexpr):
-    row = _rows(block, C)
-    token = tl.arange(0, 8 * C.token_blocks)
-    out_ptr += token.to(tl.int64)[None, None, :] * C.rows + row[:, :, None]
-    tl.store(out_ptr, total, mask=(token < C.tokens)[None, None, :] & (row < C.rows)[:, :, None])
-
-
-@triton.jit
-def _product(x_ptr, codes_ptr, scale_ptr, factor_ptr, split, block, C: tl.constexpr):
-    """The sums `[row_warps, rows of a warp, tokens]` of a program.
+    """Some rows of the weight times all tokens, over one part of the steps.
 
     Axes of what is loaded: lane of the four that share a row, row of the eight, warp, then what a lane has for itself.
     """
@@ -254,6 +170,9 @@ def _product(x_ptr, codes_ptr, scale_ptr, factor_ptr, split, block, C: tl.conste
     STRIDE: tl.constexpr = COLUMN_WARPS * C.splits
     ITERATIONS: tl.constexpr = (C.steps + STRIDE - 1) // STRIDE
     PART: tl.constexpr = 16 * C.row_parts
+    # Neighbours share rows of the weight; programs far apart, as those of a core are, share the input.
+    program = tl.program_id(0).to(tl.int64)
+    split, block = program % C.splits, program // C.splits
     four = tl.arange(0, 4)[:, None, None, None, None]
     eight = tl.arange(0, 8)[None, :, None, None, None]
     warp = tl.arange(0, C.warps)[None, None, :, None, None]
@@ -274,7 +193,7 @@ def _product(x_ptr, codes_ptr, scale_ptr, factor_ptr, split, block, C: tl.conste
     at = _input_offsets(step, C)
     x_ptr += tl.max_contiguous(at, [16, 8, 4, 2, 1, 32]) if HINTED else at
 
-    row = _rows(block, C)
+    row = (block * C.row_warps + tl.arange(0, C.row_warps)[:, None]) * PART + tl.arange(0, PART)[None, :]
     factor = tl.load(factor_ptr + row, row < C.rows, 0.0)
     acc = tl.full([C.warps, PART, 8 * C.token_blocks], 0.0, tl.float32)
     # Codes are read once, and leave the caches first; half a tile's scales are other halves' too.
@@ -302,7 +221,14 @@ def _product(x_ptr, codes_ptr, scale_ptr, factor_ptr, split, block, C: tl.conste
         acc = tl.dot(_weights(values[6], values[7], C), _inputs(x3, C), acc)
 
     total = tl.sum(tl.reshape(acc, [C.row_warps, COLUMN_WARPS, PART, 8 * C.token_blocks]), 1)
-    return total * factor[:, :, None]
+    token = tl.arange(0, 8 * C.token_blocks)
+    out_ptr += split * (C.tokens * C.rows)
+    out_ptr += token.to(tl.int64)[None, None, :] * C.rows + row[:, :, None]
+    tl.store(
+        out_ptr,
+        total * factor[:, :, None],
+        mask=(token < C.tokens)[None, None, :] & (row < C.rows)[:, :, None],
+    )
 
 
 @triton.jit
