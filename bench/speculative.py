@@ -73,7 +73,7 @@ def main() -> None:
                 "rows": rows,
                 **line,
                 "same": same,
-                # Methods of the same n multiply the same shapes, so that theirs are equal in any dtype.
+                # With --batch-invariant methods of the same n compute the same products, whatever their dtype.
                 "texts": hashlib.sha256(repr(texts).encode()).hexdigest()[:16],
             }
             table.append(line)

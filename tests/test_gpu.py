@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_models
 import test_plan_for
 from test_big_pool import Pool, queries, slots_of
 
@@ -286,3 +287,7 @@ def test_a_step_of_many_long_rows_equals_xla(sequences, dtype):
         )
     )  # fmt: skip
     test_plan_for.assert_same_bits(*built)
+
+
+def test_features_change_no_bit_of_a_batch_invariant_model():
+    test_models.test_features_change_no_bit_of_a_batch_invariant_model()

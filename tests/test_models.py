@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_models
+import toy_decoder
 
 from jaxattn.errors import CheckpointError
 from jaxattn.kv_cache import PagedKVCache
-from jaxattn.metadata import extend_metadata
+from jaxattn.metadata import extend_metadata, target_verify_metadata
 from jaxattn.models import decoder, gemma3, layers, llama
 from jaxattn.models.config import Rope
 from jaxattn.models.layers import linear, rms_norm, rotate, rotation
@@ -237,3 +238,34 @@ def test_linear_scaling_divides_every_angle():
     scaled = llama.rope_from_hf({"rope_theta": 1e4}, {"type": "linear", "factor": 4.0}, 8)
     plain = Rope(1e4, 8)
     np.testing.assert_allclose(scaled.inverse_frequencies(), plain.inverse_frequencies() / 4, rtol=1e-6)
+
+
+def test_features_change_no_bit_of_a_batch_invariant_model():
+    """The hidden states and scores of a verify step in bfloat16 are those of the program that gives no features."""
+    windows, tokens = (None,) * 4, jnp.arange(8, dtype=jnp.int32)
+    config = toy_decoder.program(windows).config
+    weights = jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16) if x.ndim > 1 else x, toy_decoder.weights(windows, noise=1.0)
+    )
+    cache = decoder.allocate_cache(config, num_pages=16, page_size=4, dtype=jnp.bfloat16)
+    step = target_verify_metadata(
+        prefix_lens=np.array([9, 3]),
+        num_draft_tokens=4,
+        page_size=4,
+        req_to_token=np.arange(64).reshape(2, 32),
+        req_pool_indices=np.arange(2),
+    )
+    cache = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape).astype(x.dtype), cache)
+
+    def run(features):
+        def both(weights, cache):
+            hidden, _ = decoder.forward(
+                config, weights, tokens, cache, step, features=features, batch_invariant=True
+            )
+            return hidden[:, : config.hidden_size], decoder.logits(weights, hidden)
+
+        return jax.jit(both)(weights, cache)
+
+    for plain, other in zip(run(()), run((0, 2, 3)), strict=True):
+        assert np.isfinite(np.asarray(plain, np.float32)).all()
+        np.testing.assert_array_equal(plain, other)
