@@ -130,9 +130,14 @@ class AttentionConstants:
         return self.pages_in_tile <= max(1, self.scalar_pages)
 
     @property
+    def units(self) -> int:
+        """Upper bound of the (block, KV head) units."""
+        return self.num_blocks * self.num_kv_heads
+
+    @property
     def described_by_unit(self) -> bool:
         """Whether cut units are described at their own numbers, which are fewer than those of programs."""
-        return self.num_blocks * self.num_kv_heads < self.programs
+        return self.units < self.programs
 
     @property
     def tiles_in_chunk(self) -> int:

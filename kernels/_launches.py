@@ -109,14 +109,13 @@ def _attend(problem: AttentionProblem, backend: Backend, step: Launch, schedule:
     )
     if constants.uncut:
         return tuple(result)
-    units = constants.num_blocks * constants.num_kv_heads
     # Fixed cuts are merged in one way only, so that the bits of a row depend on nothing else.
-    pieces = None if constants.chunk else cdiv(constants.programs, units)
+    pieces = None if constants.chunk else cdiv(constants.programs, constants.units)
     reduce = tuning.tuning().choose_reduce(pieces)
-    places = units if constants.chunk else min(units, constants.programs - 1)
+    places = constants.units if constants.chunk else min(constants.units, constants.programs - 1)
     if places == 0:
         return tuple(result)
-    fitting = _REDUCE_ELEMENTS * reduce.warps // (reduce.rows * constants.padded_value_dim)
+    fitting = max(1, _REDUCE_ELEMENTS * reduce.warps // (reduce.rows * constants.padded_value_dim))
     inputs = (
         problem.cu_seqlens_q,
         problem.seqused_k,
@@ -238,12 +237,12 @@ def _partial_shapes(constants: AttentionConstants) -> tuple[jax.ShapeDtypeStruct
         slots = 1
     elif constants.chunk:
         pieces = cdiv(constants.capacity, constants.chunk)
-        slots = constants.num_blocks * constants.num_kv_heads * pieces
+        slots = constants.units * pieces
     rows = (slots, constants.stored_rows)
-    described = min(constants.num_blocks * constants.num_kv_heads, constants.programs)
+    described = 1 if constants.chunk else min(constants.units, constants.programs)
     return (
         jax.ShapeDtypeStruct((*rows, constants.value_dim), jnp.float32),
         jax.ShapeDtypeStruct(rows, jnp.float32),
         jax.ShapeDtypeStruct(rows, jnp.float32),
-        jax.ShapeDtypeStruct((1 if constants.chunk else described, CUT_UNIT_FIELDS), jnp.int64),
+        jax.ShapeDtypeStruct((described, CUT_UNIT_FIELDS), jnp.int64),
     )

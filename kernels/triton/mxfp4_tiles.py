@@ -104,15 +104,11 @@ def run(x: Float[Array, "tokens columns"], weight: "Mxfp4Tiles") -> Float32[Arra
         expand="\n".join(table["expand"]),
         **{name: entry[name] for name in _OF_ENTRY},
     )
-    padded = jnp.pad(x, ((0, 0), (0, steps * COLUMNS - x.shape[1])))
+    missing = steps * COLUMNS - x.shape[1]
+    x = _laid_out(x, constants) if constants.input_laid_out else jnp.pad(x, ((0, 0), (0, missing)))
     out = launch(
         mxfp4_tiles_kernel,
-        [
-            _laid_out(x, constants) if constants.input_laid_out else padded,
-            weight.codes,
-            weight.scale,
-            weight.factor,
-        ],
+        [x, weight.codes, weight.scale, weight.factor],
         [jax.ShapeDtypeStruct((constants.splits, tokens, weight.rows), jnp.float32)],
         grid=blocks * constants.splits,
         num_warps=constants.warps,
@@ -222,13 +218,9 @@ def mxfp4_tiles_kernel(x_ptr, codes_ptr, scale_ptr, factor_ptr, out_ptr, C: tl.c
 
     total = tl.sum(tl.reshape(acc, [C.row_warps, COLUMN_WARPS, PART, 8 * C.token_blocks]), 1)
     token = tl.arange(0, 8 * C.token_blocks)
-    out_ptr += split * (C.tokens * C.rows)
-    out_ptr += token.to(tl.int64)[None, None, :] * C.rows + row[:, :, None]
-    tl.store(
-        out_ptr,
-        total * factor[:, :, None],
-        mask=(token < C.tokens)[None, None, :] & (row < C.rows)[:, :, None],
-    )
+    total = total * factor[:, :, None]
+    out_ptr += (split * C.tokens + token)[None, None, :] * C.rows + row[:, :, None]
+    tl.store(out_ptr, total, mask=(token < C.tokens)[None, None, :] & (row < C.rows)[:, :, None])
 
 
 @triton.jit

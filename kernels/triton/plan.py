@@ -37,7 +37,7 @@ class ScheduleConstants:
 
 def constants_of(spec: ScheduleSpec) -> ScheduleConstants:
     """Choose the lanes and the types for a schedule."""
-    sequences = max(16, padded(spec.num_sequences))
+    sequences = padded(spec.num_sequences)
     longest_line = spec.num_blocks * spec.num_kv_heads * (cdiv(spec.capacity, spec.step) + 1)
     largest = max(longest_line, spec.programs**2, spec.capacity + spec.step)
     return ScheduleConstants(

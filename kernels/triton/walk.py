@@ -114,8 +114,8 @@ def walk(
         live = (key < stop) & known
         if C.window > 0:
             live = live & (key >= start)
+        v_at = key_places(v_ptr, page_starts(current, C, not MASKED), tile, v_width, value_column, C)
         if C.paired_values:
-            v_at = key_places(v_ptr, page_starts(current, C, not MASKED), tile, v_width, value_column, C)
             pair = load_values(v_at, live, value_column < C.value_dim // 2, C, MASKED)
             if C.v_unpack != "":
                 even, odd = tl.inline_asm_elementwise(
@@ -126,7 +126,6 @@ def walk(
             acc = tl.dot(weight.to(C.compute), even, acc, input_precision=C.precision)
             acc_odd = tl.dot(weight.to(C.compute), odd, acc_odd * decay[:, None], input_precision=C.precision)
         else:
-            v_at = key_places(v_ptr, page_starts(current, C, not MASKED), tile, v_width, value_column, C)
             v = load_values(v_at, live, value_column < C.value_dim, C, MASKED)
             v = decode(v, C.v_format, C.compute)  # [TILE, DV]
             acc = tl.dot(weight.to(C.compute), v, acc, input_precision=C.precision)
