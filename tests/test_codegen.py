@@ -25,7 +25,7 @@ ALL = (*AMD, "sm90")
 def test_page_tables_plans_cache_writes_and_mxfp4_products_are_safe(arch):
     launches = [launch for launch in other_requests(arch) if "every option" not in launch.name]
     names = {launch.fn.__name__ for launch in launches}
-    in_tiles = {f"mxfp4_tiles{part}_kernel" for part in ("", "_input")} if arch == "sm90" else set()
+    in_tiles = {f"mxfp4_tiles{part}_kernel" for part in ("", "_added", "_input")} if arch == "sm90" else set()
     bookkeeping = {"page_table_kernel", "step_kernel", "cache_write_kernel"}
     assert names == bookkeeping | {"mxfp4_matmul_kernel"} | in_tiles
     for launch in launches:

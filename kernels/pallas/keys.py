@@ -1,5 +1,6 @@
 """Where the keys of a block of query rows are: their pages, and their rows in the pool."""
 
+import jax
 import jax.numpy as jnp
 
 from jaxattn.kernels._constants import AttentionConstants
@@ -8,24 +9,43 @@ from jaxattn.kernels.pallas.memory import load
 
 
 def page_ids(page_table, sequence, tile, start, stop, C: AttentionConstants):
-    """Pages that a tile of keys needs, `[PAGES]` or a scalar; 0 where no key of the page is in [start, stop)."""
+    """Pages that a tile of keys needs: a list of scalars where they are few, else an array, one for each page or key.
+
+    What they are where no key of the page is in [start, stop) means nothing.
+    """
+    row = sequence * C.table_width + hidden_zero()
+    if C.few_pages:
+        first = quotient(tile, C.page_size // C.tile) if C.page_size % C.tile == 0 else tile * C.pages_in_tile
+        return [
+            load(page_table, row + (first + number).astype(jnp.int64), (first + number) * C.page_size < stop)
+            for number in range(C.pages_in_tile)
+        ]
     if C.tile % C.page_size == 0:
         logical = tile * C.pages_in_tile + jnp.arange(C.pages_in_tile, dtype=jnp.int32)
-    elif C.page_size % C.tile == 0:
-        logical = quotient(tile, C.page_size // C.tile)
     else:
         logical = quotient(tile * C.tile + jnp.arange(C.tile, dtype=jnp.int32), C.page_size)
     live = logical * C.page_size < stop
     if C.window > 0:
         live = live & ((logical + 1) * C.page_size > start)
-    return load(page_table, sequence * C.table_width + logical.astype(jnp.int64), live)
+    return load(page_table, row + logical.astype(jnp.int64), live)
+
+
+def hidden_zero():
+    """Zero, but no compiler sees that all threads hold the same, see `hidden_zero` of the Triton kernels."""
+    return jnp.min(jnp.arange(32, dtype=jnp.int32).astype(jnp.float32)).astype(jnp.int64)
 
 
 def per_key(of_page, C: AttentionConstants):
     """Spread a value of each page over the keys of a tile, `[TILE]`."""
+    if C.few_pages:
+        first, *others = of_page
+        of_key = jnp.broadcast_to(first, (C.tile,))
+        for number, value in enumerate(others, 1):
+            of_key = jnp.where(jnp.arange(C.tile, dtype=jnp.int32) >= number * C.page_size, value, of_key)
+        return of_key
     if C.tile % C.page_size == 0:
         return jnp.broadcast_to(of_page[:, None], (C.pages_in_tile, C.page_size)).reshape(C.tile)
-    return jnp.broadcast_to(of_page, (C.tile,))
+    return of_page
 
 
 def pool_rows(page, tile, C: AttentionConstants):
@@ -37,10 +57,10 @@ def pool_rows(page, tile, C: AttentionConstants):
         in_page = remainder(tile, C.page_size // C.tile) * C.tile + lane
     else:
         in_page = remainder(tile * C.tile + lane, C.page_size)
-    first = jnp.where(is_known(page, C), page, 0) * C.page_size
+    first = jax.tree.map(lambda page, known: jnp.where(known, page, 0) * C.page_size, page, are_known(page, C))
     return per_key(first, C) + in_page.astype(jnp.int64)
 
 
-def is_known(page, C: AttentionConstants):
-    """Whether a page id lies in the pool."""
-    return (page >= 0) & (page < C.num_pages)
+def are_known(page, C: AttentionConstants):
+    """Whether page ids lie in the pool."""
+    return jax.tree.map(lambda page: (page >= 0) & (page < C.num_pages), page)

@@ -1,14 +1,16 @@
 """The walk of a block of query rows over tiles of keys: the online softmax."""
 
+import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxattn.kernels._constants import AttentionConstants
 from jaxattn.kernels.pallas.block import Block
 from jaxattn.kernels.pallas.formats import decode, decode_pair, unpack
-from jaxattn.kernels.pallas.keys import is_known, page_ids, per_key, pool_rows
+from jaxattn.kernels.pallas.keys import are_known, page_ids, per_key, pool_rows
 from jaxattn.kernels.pallas.memory import load, load_pairs
 from jaxattn.kernels.pallas.scores import LOG2E, key_positions, masked, modified
 
@@ -58,8 +60,8 @@ def walk(
         acc, peak, total, page = state
         key = tile * C.tile + jnp.arange(C.tile, dtype=jnp.int32)  # [TILE]
         row = pool_rows(page, tile, C)
-        page_known = is_known(page, C)
-        known = per_key(page_known, C)
+        pages_known = are_known(page, C)
+        known = per_key(pages_known, C)
         # The ids of the next tile, so that its K and V can be fetched ahead without waiting for them.
         page = page_ids(page_table, block.sequence, tile + 1, block.start, block.stop, C)
 
@@ -74,7 +76,7 @@ def walk(
             return masked(score, block, key, position, known, ancestors, C)
 
         if C.bare_tiles:
-            bare = is_bare(tile, page_known, block, C)
+            bare = is_bare(tile, pages_known, block, C)
             score = lax.cond(bare, lambda score: score, with_masks, score)
         else:
             score = with_masks(score)
@@ -112,11 +114,12 @@ def walk(
     return in_log2(Softmax(acc, peak, total), unit, C.weight_shift)
 
 
-def is_bare(tile, page_known, block: Block, C: AttentionConstants):
+def is_bare(tile, pages_known, block: Block, C: AttentionConstants):
     """Whether every row of a block sees every key of a tile."""
     first_key = tile * C.tile
     bare = (first_key >= block.bare_start) & (first_key + C.tile <= block.bare_stop)
-    return bare & (jnp.min(page_known.astype(jnp.int32)) > 0)
+    every = [jnp.min(known.astype(jnp.int32)) > 0 for known in jax.tree.leaves(pages_known)]
+    return functools.reduce(jnp.logical_and, every, bare)
 
 
 def in_log2(state: Softmax, unit, shift: float) -> Softmax:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib.resources
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -33,6 +34,8 @@ PATTERN = tl.constexpr(-0x7E3F7E40)  # 0x81C081C0
 # From Triton 3.7 on a compiler that spreads a load over lanes and warps takes axes of equal contiguity from the last to
 # the first. The kernel says what the order is to be; before, it is the one of the axes.
 HINTED = tl.constexpr(installed_version("triton") >= (3, 7))
+# Sums of a program, 16 bytes a lane.
+ADDED = 512
 CODES_OF_STEP, SCALES_OF_STEP = tl.constexpr(512), tl.constexpr(32)
 
 
@@ -114,7 +117,7 @@ def run(x: Float[Array, "tokens columns"], weight: "Mxfp4Tiles") -> Float32[Arra
         num_warps=constants.warps,
         C=constants,
     )[0]
-    return out.sum(axis=0) if constants.splits > 1 else out[0]
+    return _added(out) if constants.splits > 1 else out[0]
 
 
 _OF_ENTRY = ("warps", "row_warps", "row_parts", "unroll", "input_ahead", "input_laid_out")
@@ -129,6 +132,21 @@ def _laid_out(x, constants: Constants):
         grid=constants.steps * constants.token_blocks,
         num_warps=4,
         C=constants,
+    )[0]
+
+
+def _added(parts: Float32[Array, "splits tokens rows"]) -> Float32[Array, "tokens rows"]:
+    """The sum of the parts of all splits, in their order."""
+    splits, *shape = parts.shape
+    return launch(
+        mxfp4_tiles_added_kernel,
+        [parts],
+        [jax.ShapeDtypeStruct(tuple(shape), jnp.float32)],
+        grid=cdiv(math.prod(shape), ADDED),
+        num_warps=4,
+        SPLITS=splits,
+        SIZE=math.prod(shape),
+        BLOCK=ADDED,
     )[0]
 
 
@@ -154,6 +172,16 @@ def mxfp4_tiles_input_kernel(x_ptr, out_ptr, C: tl.constexpr):
     column = (program // C.token_blocks).to(tl.int32) * 128 + four * 32 + chunk * 8 + value
     x = tl.load(x_ptr + (token * C.columns + column), (token < C.tokens) & (column < C.columns), 0.0)
     tl.store(out_ptr + program * 1024 + place, x)
+
+
+@triton.jit
+def mxfp4_tiles_added_kernel(parts_ptr, out_ptr, SPLITS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Some sums over all splits; every part is on its way before the first is added."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(parts_ptr + at, at < SIZE, 0.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(parts_ptr + split * SIZE + at, at < SIZE, 0.0)
+    tl.store(out_ptr + at, total, at < SIZE)
 
 
 @triton.jit
