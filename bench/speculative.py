@@ -2,11 +2,14 @@
 
     python -m bench.speculative smollm2-135m --methods ngram,eagle --topk 1,3 --page-sizes 1,16,64 --rows 1,8
 
-Every row of the table is compared with plain decoding of the same prompts. `--device-time` adds the time of a
+Every row of the table is compared with plain decoding of the same prompts. With `--batch-invariant` that is a run which
+verifies as many rows as the others and drafts nothing (`empty`), since products of other shapes may round otherwise:
+texts are then the same in bfloat16 too. `--device-time` adds the time of a
 cycle of the loop and, on CUDA, of its kernels.
 """
 
 import argparse
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -19,6 +22,7 @@ from bench.cycle import cycle_times
 from bench.requests import Engine, Request, mean_accepted_length
 from jaxattn.models.load import load_model
 from jaxattn.speculative import Drafting, drafting_for
+from jaxattn.speculative.drafters import NgramDrafter
 
 # What people ask; the draft heads of the package were not trained on these.
 PROMPTS = (
@@ -39,6 +43,7 @@ PROMPTS = (
     "How can I save money while I am a student?",
     "Write a poem about the first snow of the year.",
 )
+EMPTY = "empty"
 # Draft tokens of a verify pass by the children of a node.
 NODES = {1: 4, 2: 6, 3: 8, 4: 16}
 
@@ -57,13 +62,17 @@ def main() -> None:
     for page_size, rows in itertools.product(arguments.page_sizes, arguments.rows):
         shape = {"rows": rows, "page_size": page_size, "max_context_len": length, "options": options}
         plain = None
-        for method, topk in [("off", 1), *itertools.product(arguments.methods, arguments.topk)]:
+        methods = [EMPTY, *arguments.methods] if arguments.batch_invariant else arguments.methods
+        for topk, method in [(1, "off"), *itertools.product(arguments.topk, methods)]:
             n = 1 if method == "off" else arguments.num_draft_tokens or NODES[topk]
-            drafting = drafting_for(
-                method, model, num_draft_tokens=n, topk=topk, attention=options, head=arguments.head
-            )
+            if method == EMPTY:
+                drafting = Drafting(EmptyDrafter(num_draft_tokens=n, topk=topk))
+            else:
+                drafting = drafting_for(
+                    method, model, num_draft_tokens=n, topk=topk, attention=options, head=arguments.head
+                )
             line, texts = _measure(model, drafting, requests, shape, arguments.device_time)
-            plain = texts if plain is None else plain
+            plain = texts if method in ("off", EMPTY) else plain
             same = sum(a == b for a, b in zip(texts, plain, strict=True))
             line = {
                 "method": method,
@@ -73,7 +82,6 @@ def main() -> None:
                 "rows": rows,
                 **line,
                 "same": same,
-                # With --batch-invariant methods of the same n compute the same products, whatever their dtype.
                 "texts": hashlib.sha256(repr(texts).encode()).hexdigest()[:16],
             }
             table.append(line)
@@ -87,6 +95,16 @@ def main() -> None:
                 print(f"        a cycle takes {line['cycle_us']:.0f} us{kernels}")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(table, indent=1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmptyDrafter(NgramDrafter):
+    """Drafts nothing, in n rows a sequence."""
+
+    def draft(self, weights, state, active):
+        """Chains and trees of nodes without tokens below the last verified one."""
+        tree, probs, draft = super().draft(weights, state, active)
+        return dataclasses.replace(tree, tokens=tree.tokens.at[:, 1:].set(-1)), probs, draft
 
 
 def encoded_prompts(model) -> list[list[int]]:

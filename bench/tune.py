@@ -51,11 +51,10 @@ def rate(shape: shapes.Shape, microseconds: float) -> float:
 
 
 def shared_bytes(choice: TileChoice, dim: int) -> int:
-    """Estimate a program's shared memory: K and V in the pipeline, q, and weights where they pass through it."""
+    """Estimate a program's shared memory: K and V in the pipeline, and q."""
     # Products of 64 rows and more read shared memory while they run, so they need one buffer more.
     buffers = choice.stages if choice.block_rows >= 64 and choice.warps >= 4 else max(1, choice.stages - 1)
-    weights = choice.block_rows * choice.tile * 2 if choice.overlapped else 0
-    return 2 * choice.tile * dim * choice.kv_bytes * buffers + choice.block_rows * dim * 2 + weights
+    return 2 * choice.tile * dim * choice.kv_bytes * buffers + choice.block_rows * dim * 2
 
 
 def candidates(shape: shapes.Shape) -> list[TileChoice]:
@@ -76,21 +75,21 @@ def candidates(shape: shapes.Shape) -> list[TileChoice]:
             warps=warp,
             stages=stages,
             programs_per_core=1,
-            overlapped=overlapped,
+            turns=turns,
         )
-        for rows, tile, warp, stages, overlapped in grid
+        for rows, tile, warp, stages, turns in grid
+        if not turns or (kind == "prefill" and warp == 8)
     ]
     return [choice for choice in found if _is_plausible(choice)]
 
 
 def _is_plausible(choice: TileChoice) -> bool:
     rows, tile, warps, dim = choice.block_rows, choice.tile, choice.warps, choice.head_dim
-    registers = rows * (dim + tile * (2.5 if choice.overlapped else 1.5)) / (32 * warps) + 64
+    registers = rows * (dim + tile * 1.5) / (32 * warps) + 64
     return (
         shared_bytes(choice, dim) <= 226 * 1024
         and registers <= 270
         and tile * dim * choice.kv_bytes >= 4096
-        and (not choice.overlapped or (rows >= 64 and warps >= 4))
         and (rows < 64 or warps >= 4)
         and rows * tile >= 256 * warps
     )
@@ -180,7 +179,7 @@ def measure_shape(name: str, options, device) -> list[dict]:
 
 def brief(choice: TileChoice) -> str:
     """A choice in a few characters: rows x tile, warps, stages, programs a core."""
-    mark = "o" if choice.overlapped else ""
+    mark = "t" if choice.turns else ""
     return f"{choice.block_rows}x{choice.tile} w{choice.warps} s{choice.stages} p{choice.programs_per_core}{mark}"
 
 
@@ -249,16 +248,20 @@ def main(argv=None) -> int:
 
 
 def updated(table: Tuning, everything: dict[str, list[dict]]) -> Tuning:
-    """The table with the best choice of each measured shape; of shapes that share an entry, the last counts."""
+    """The table with the best choice of each measured shape; of shapes that share an entry, the last counts.
+
+    Where the best takes turns, the best without them stands beside it, for problems that cannot.
+    """
     for name, results in everything.items():
-        best = results[0]
-        if "failure" in best:
+        measured = [row["choice"] for row in results if "failure" not in row]
+        plain = next((choice for choice in measured if not choice.turns), None)
+        if plain is None:
             continue
         kind, _, _ = table_of(shapes.ALL[name])
-        choice = best["choice"]
-        place = (choice.head_dim, choice.rows, choice.kv_bytes)
+        place = (plain.head_dim, plain.rows, plain.kv_bytes)
         entries = [c for c in getattr(table, kind) if (c.head_dim, c.rows, c.kv_bytes) != place]
-        entries = sorted([*entries, choice], key=lambda c: (-c.kv_bytes, c.head_dim, c.rows))
+        entries += [plain, measured[0]] if measured[0].turns else [plain]
+        entries.sort(key=lambda c: (-c.kv_bytes, c.head_dim, c.rows, c.turns))
         table = dataclasses.replace(table, **{kind: tuple(entries)})
     return table
 

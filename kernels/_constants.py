@@ -47,8 +47,6 @@ class AttentionConstants:
     stages: int
     # Long runs of tiles without any mask are expected, and worth a loop of their own.
     bare_tiles: bool
-    # Overlap the products of one tile with the softmax of another.
-    overlapped: bool
     # Load two neighbouring columns of an 8-bit V as one element: 16-bit ones can be transposed by hardware.
     paired_values: bool = False
     # Instructions that convert four 8-bit values of K or V at once, empty without; see `triton.walk`.
@@ -56,8 +54,9 @@ class AttentionConstants:
     v_unpack: str = ""
     # Up to so many page ids of a tile are numbers of their own; see `triton.keys`.
     scalar_pages: int = 0
-    # An instruction that the compiler moves no other across, empty without.
-    issue_barrier: str = ""
+    # Instructions around the product of q and K by which two halves of a program take turns, empty without.
+    begin_turn: str = ""
+    end_turn: str = ""
     # Write neutral values to the rows of the token buffer that belong to no sequence.
     fill: bool
 

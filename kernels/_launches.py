@@ -12,7 +12,7 @@ from jaxtyping import Array, Float32, Num
 from jaxattn.index64 import cdiv
 from jaxattn.kernels import _output, tuning
 from jaxattn.kernels._constants import CODES, CUT_UNIT_FIELDS, AttentionConstants
-from jaxattn.kernels.tuning.launches import Launch, attention_launches
+from jaxattn.kernels.tuning.launches import Launch, attention_launches, compute_dtype
 from jaxattn.plan import UNCUT, Plan, Schedule
 from jaxattn.problem import AttentionProblem
 
@@ -36,6 +36,8 @@ class Backend:
     build_schedule: Callable[..., Schedule]
     # 8-bit formats that the language cannot convert, whatever the architecture does.
     unconverted: tuple[str, ...] = ()
+    # Whether halves of a program can take turns.
+    takes_turns: bool = False
     # Turns the names of dtypes among the constants into what the kernels take.
     specialise: Callable[[AttentionConstants], AttentionConstants]
 
@@ -58,7 +60,7 @@ def run(problem: AttentionProblem, backend: Backend) -> tuple[Num[Array, "T H Dv
     if problem.output_scale is not None:
         problem = dataclasses.replace(problem, output_scale=problem.output_scale.reshape(1))
     result: Any = None
-    for step in attention_launches(problem, tuning.device()):
+    for step in attention_launches(problem, tuning.device(), takes_turns=backend.takes_turns):
         schedule = problem.plan.find(step.spec) if isinstance(problem.plan, Plan) else None
         if schedule is None:
             schedule = backend.build_schedule(step.spec, problem.cu_seqlens_q, problem.seqused_k)
@@ -154,7 +156,7 @@ def _constants(
     spec, choice = step.spec, step.choice
     tokens, heads, head_dim = problem.q.shape
     num_pages, page_size, kv_heads, value_dim = problem.v_cache.shape
-    compute = _compute_dtype(problem)
+    compute = compute_dtype(problem)
     table = tuning.tuning()
     out_name = np.dtype(problem.out_dtype).name
 
@@ -166,8 +168,9 @@ def _constants(
     def unpack(dtype) -> tuple[str, str]:
         return table.unpack.get(np.dtype(dtype).name, ("", ""))
 
-    unpacks = compute == "float16" and not choice.overlapped
-    paired = problem.v_cache.dtype.itemsize == 1 and value_dim % 2 == 0 and not choice.overlapped
+    unpacks = compute == "float16"
+    paired = problem.v_cache.dtype.itemsize == 1 and value_dim % 2 == 0
+    begin_turn, end_turn = table.turns if choice.turns else ("", "")
     return AttentionConstants(
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -188,12 +191,12 @@ def _constants(
         stages=choice.stages,
         # A tree's prefix is bare, but the loops take tiles in another order than decode does.
         bare_tiles=step.choice.bare or (problem.ancestors is not None and not problem.batch_invariant),
-        overlapped=step.choice.overlapped,
         paired_values=paired,
         k_unpack=unpack(problem.k_cache.dtype)[0] if unpacks and head_dim % 4 == 0 and head_dim > 16 else "",
         v_unpack=unpack(problem.v_cache.dtype)[1] if unpacks and paired else "",
         scalar_pages=table.scalar_pages,
-        issue_barrier=table.issue_barrier,
+        begin_turn=begin_turn,
+        end_turn=end_turn,
         fill=fill,
         softmax_scale=problem.softmax_scale,
         causal=problem.causal,
@@ -217,17 +220,6 @@ def _constants(
         scale_rows=compute == "float16" and np.dtype(problem.q.dtype).name in ("bfloat16", "float32"),
         weight_shift=_FLOAT16_SHIFT if compute == "float16" else 0.0,
     )
-
-
-def _compute_dtype(problem: AttentionProblem) -> str:
-    """Choose the type of the products: float16 holds every 8-bit format exactly and converts from it fastest."""
-    names = {np.dtype(x.dtype).name for x in (problem.q, problem.k_cache, problem.v_cache)}
-    wide = {name for name in names if np.dtype(jnp.dtype(name)).itemsize > 1}
-    if "float32" in wide or wide == {"float16", "bfloat16"}:
-        return "float32"
-    if len(names) == 1 and wide == {"bfloat16"}:
-        return "bfloat16"
-    return "float16"
 
 
 def _partial_shapes(constants: AttentionConstants) -> tuple[jax.ShapeDtypeStruct, ...]:

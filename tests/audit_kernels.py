@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from jaxattn.kernels.triton.requests import CompileRequest
+from jaxattn.kernels.tuning import load
 
 ROW = 2048
 
@@ -77,6 +78,24 @@ def narrow_program(k_cache, page_table, out, ROW: tl.constexpr):
     page = tl.load(page_table + program).to(tl.int64)
     lanes = tl.arange(0, ROW)
     tl.store(out + program * ROW + lanes, tl.load(k_cache + page * ROW + lanes))
+
+
+BEGIN_TURN = tl.constexpr(load("sm90").turns[0] + " mov.b32 $0, $1;")
+END_TURN = tl.constexpr(load("sm90").turns[1] + " mov.b32 $0, $1;")
+
+
+@triton.jit
+def turns(k_cache, page_table, out, ROW: tl.constexpr, BARRIER: tl.constexpr):
+    """Fault where BARRIER: all warps wait for each other within a turn."""
+    row = tl.program_id(0).to(tl.int64)
+    page = tl.load(page_table + row).to(tl.int64)
+    lanes = tl.arange(0, ROW)
+    tl.inline_asm_elementwise(BEGIN_TURN, "=r,r", [tl.program_id(0)], tl.int32, False, 1)
+    if BARRIER:
+        tl.debug_barrier()
+    tl.inline_asm_elementwise(END_TURN, "=r,r", [tl.program_id(0)], tl.int32, False, 1)
+    tl.debug_barrier()
+    tl.store(out + row * ROW + lanes, tl.load(k_cache + page * ROW + lanes))
 
 
 @triton.jit

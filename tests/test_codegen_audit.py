@@ -112,6 +112,15 @@ def test_an_id_is_followed_through_a_pipelined_loop(arch):
     assert any("32-bit arith.muli" in f.uses for f in find_narrow(after, {"page_table"}))
 
 
+@pytest.mark.parametrize("barrier", [False, True])
+def test_a_barrier_of_all_warps_within_a_turn_fails(barrier):
+    kernel = gather(kernels.turns, num_warps=8, BARRIER=barrier)
+    failures = audit(compile_request(kernel, "sm90")).failures
+    assert failures == (
+        ("1 barriers of all warps within a turn, which no warp would leave",) if barrier else ()
+    )
+
+
 @pytest.mark.parametrize("arch", AMD)
 def test_offsets_in_a_page_and_lengths_may_be_int32(arch):
     report = audit(compile_request(request(kernels.bounded_uses, RAGGED, ROW=kernels.ROW), arch))

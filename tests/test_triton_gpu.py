@@ -35,3 +35,26 @@ def test_groups_that_fill_every_size_of_block(heads, width):
         dtype="bfloat16",
     )
     cases.check(cases.build(case), "triton")
+
+
+@pytest.mark.parametrize("implementation", ["triton", "pallas"])
+@pytest.mark.parametrize("options", ["plain", "window", "not_causal", "everything"])
+@pytest.mark.parametrize(
+    ("width", "page_size", "dtype"),
+    [
+        (64, 16, "bfloat16"),
+        (80, 16, "bfloat16"),
+        (128, 16, "bfloat16"),
+        (128, 1, "float16"),
+        (256, 64, "bfloat16"),
+    ],
+)
+def test_long_prefills_whose_halves_take_turns(width, page_size, dtype, options, implementation):
+    case = cases.Case(
+        lengths=((300, 5000), (129, 129), (0, 0), (1, 700), (70, 4200)),
+        width=width,
+        page_size=page_size,
+        dtype=dtype,
+        **{**cases.OPTIONS, "everything": cases.EVERYTHING}[options],
+    )
+    cases.check(cases.build(case), implementation)

@@ -36,6 +36,7 @@ class Machine:
 
     `registers` counts VGPR and AGPR together, `accumulators` the AGPR among them. `spills` names what was
     spilled, with its count; `reloads` counts the moves of spilled values inside the loops over tiles.
+    `barriers_in_turns` counts barriers of all warps between the two instructions of a turn.
     """
 
     registers: int
@@ -44,6 +45,7 @@ class Machine:
     reloads: int
     matrix_instructions: int
     loads: list[Load]
+    barriers_in_turns: int = 0
 
 
 def moves_in_tile_loops(assembly: str, moves: str) -> int:
@@ -141,7 +143,27 @@ def read_cuda(ptx: str, cubin: bytes) -> Machine:
         reloads=moves_in_tile_loops(disassembly(cubin), r"\b(?:STL|LDL)\b") if spills else 0,
         matrix_instructions=len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)\b", ptx)),
         loads=loads,
+        barriers_in_turns=barriers_in_turns(ptx),
     )
+
+
+def barriers_in_turns(ptx: str) -> int:
+    """Count barriers of all warps within a turn: between a named barrier's `sync` and its `arrive`.
+
+    The second half of a program waits for the first at the `sync`, and the first would wait for the second.
+    """
+    waiting, found = "", 0
+    for line in ptx.splitlines():
+        for kind, barrier in re.findall(
+            r"\bbar(?:rier)?(?:\.cta)?\.(sync|arrive)(?:\.aligned)?\s+(\d+)", line
+        ):
+            if barrier == "0":
+                found += bool(waiting)
+            elif kind == "sync":
+                waiting = barrier
+            elif barrier == waiting:
+                waiting = ""
+    return found
 
 
 def resource_usage(cubin: bytes) -> str:

@@ -61,6 +61,10 @@ def audit(compiled: Compiled, *, tuned: bool = True) -> Report:
     failures: list[str] = []
     if compiled.shared > target.shared_limit:
         failures.append(f"shared memory: {compiled.shared} bytes, {target.arch} has {target.shared_limit}")
+    if machine.barriers_in_turns:
+        failures.append(
+            f"{machine.barriers_in_turns} barriers of all warps within a turn, which no warp would leave"
+        )
     loads: list[Load] = []
     try:
         before, after = read_module(compiled.ttir), read_module(compiled.ttgir)

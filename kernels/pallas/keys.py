@@ -57,7 +57,9 @@ def pool_rows(page, tile, C: AttentionConstants):
         in_page = remainder(tile, C.page_size // C.tile) * C.tile + lane
     else:
         in_page = remainder(tile * C.tile + lane, C.page_size)
-    first = jax.tree.map(lambda page, known: jnp.where(known, page, 0) * C.page_size, page, are_known(page, C))
+    first = jax.tree.map(
+        lambda page, known: jnp.where(known, page, 0) * C.page_size, page, are_known(page, C)
+    )
     return per_key(first, C) + in_page.astype(jnp.int64)
 
 

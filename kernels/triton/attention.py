@@ -43,5 +43,6 @@ _BACKEND = _launches.Backend(
     reduce_kernel=reduce_kernel,
     launch=launch,
     build_schedule=build_schedule,
+    takes_turns=True,
     specialise=_specialise,
 )

@@ -14,7 +14,7 @@ from jaxattn.kernels import _constants
 from jaxattn.kernels.triton.formats import decode, stored_pointer
 from jaxattn.kernels.triton.keys import all_known, bare_range, hidden_zero, key_range
 from jaxattn.kernels.triton.output import fill_unowned_rows, store_rows
-from jaxattn.kernels.triton.walk import fresh_state, walk, walk_overlapped
+from jaxattn.kernels.triton.walk import fresh_state, walk
 
 CUT_UNIT_FIELDS = tl.constexpr(_constants.CUT_UNIT_FIELDS)
 
@@ -210,14 +210,9 @@ def attention_kernel(
             bare = tl.where(all_known(pointers[0], bare_first, bare_first + bare, C), bare, 0)
             state = walk(fresh, q, scale, rows, span, tree, pointers, first, last, bare_first, bare, C, True)
             bare_end = bare_first + bare
-            if C.overlapped:
-                acc, peak, total = walk_overlapped(
-                    state, q, scale, rows, span, tree, pointers, bare_first, bare_end, C
-                )
-            else:
-                acc, peak, total = walk(
-                    state, q, scale, rows, span, tree, pointers, bare_first, bare_end, bare_end, 0, C, False
-                )
+            acc, peak, total = walk(
+                state, q, scale, rows, span, tree, pointers, bare_first, bare_end, bare_end, 0, C, False
+            )
         else:
             acc, peak, total = walk(
                 fresh, q, scale, rows, span, tree, pointers, first, last, last, 0, C, True

@@ -175,7 +175,9 @@ def mxfp4_tiles_input_kernel(x_ptr, out_ptr, C: tl.constexpr):
 
 
 @triton.jit
-def mxfp4_tiles_added_kernel(parts_ptr, out_ptr, SPLITS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def mxfp4_tiles_added_kernel(
+    parts_ptr, out_ptr, SPLITS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
     """Some sums over all splits; every part is on its way before the first is added."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(parts_ptr + at, at < SIZE, 0.0)

@@ -1,4 +1,4 @@
-"""Walks of a block of query rows over tiles of keys: the online softmax, with and without overlapped products."""
+"""The walk of a block of query rows over tiles of keys: the online softmax."""
 
 import triton
 import triton.language as tl
@@ -19,6 +19,14 @@ def fresh_state(C: tl.constexpr):
     peak = tl.full([C.block_rows], float("-inf"), tl.float32)
     total = tl.full([C.block_rows], 0.0, tl.float32)
     return acc, peak, total
+
+
+@triton.jit
+def turn(anything, C: tl.constexpr, BEGINS: tl.constexpr):
+    """Begin a turn at the matrix unit, or leave it to the other half of the program; `anything` is an int32 at hand."""
+    if C.begin_turn != "":
+        instructions: tl.constexpr = C.begin_turn if BEGINS else C.end_turn
+        tl.inline_asm_elementwise(instructions + " mov.b32 $0, $1;", "=r,r", [anything], tl.int32, False, 1)
 
 
 @triton.jit
@@ -49,7 +57,9 @@ def key_products(q, k_ptr, page, tile, C: tl.constexpr, CHECKED: tl.constexpr):
         else:
             k = tl.load(k_at, mask=(column < C.head_dim)[None, :], other=0.0)
         k = decode(k, C.k_format, C.compute)  # [TILE, D]
+        turn(tile, C, True)
         score = tl.dot(q[0], tl.trans(k), input_precision=C.precision)
+        turn(tile, C, False)
     return score  # [BM, TILE]
 
 
@@ -150,61 +160,3 @@ def load_values(at, live, inside, C: tl.constexpr, MASKED: tl.constexpr):
 def unzipped(acc, C: tl.constexpr):
     """Part even and odd columns."""
     return tl.split(tl.reshape(acc, [C.block_rows, C.padded_value_dim // 2, 2]))
-
-
-@triton.jit
-def walk_overlapped(state, q, scale, rows, span, tree, pointers, first, last, C: tl.constexpr):
-    """Fold tiles [first, last), of which every row sees every key, with the products of one tile behind another.
-
-    Turn `i` multiplies the weights of tile `i - 2` by V, begins the product of q with tile `i`, and meanwhile
-    turns the scores of tile `i - 1` into weights. Every page of the tiles must lie in the pool.
-    """
-    acc, peak, total = state
-    start, stop, context = span
-    table_ptr, k_ptr, v_ptr = pointers
-    column = tl.arange(0, C.padded_dim)
-    value_column = tl.arange(0, C.padded_value_dim)
-    unit = scale * LOG2E
-    if C.modified:
-        unit = constant_rows(LOG2E, C)
-    score = tl.full([C.block_rows, C.tile], 0.0, tl.float32)
-    weight = tl.full([C.block_rows, C.tile], 0.0, tl.float32).to(C.compute)
-    lane = tl.arange(0, C.tile)
-    k_width: tl.constexpr = C.num_kv_heads * C.head_dim
-    v_width: tl.constexpr = C.num_kv_heads * C.value_dim
-
-    page = page_ids(table_ptr, first, start, stop, C)
-    scored = lane.to(tl.int64) * 0
-    weighted = scored
-    for tile in tl.range(first, last + 2, num_stages=C.stages):
-        v_at = key_places(v_ptr, weighted, tile - 2, v_width, value_column, C)
-        v = tl.load(v_at, mask=(tile >= first + 2) & (value_column < C.value_dim)[None, :], other=0.0)
-        v = decode(v, C.v_format, C.compute)  # [TILE, DV]
-        acc = tl.dot(weight, v, acc, input_precision=C.precision)
-
-        # A copy in other registers, so that the next product can begin in these.
-        current = score + 0.0
-        page_start = page_starts(page, C, True)
-        k_at = key_places(k_ptr, page_start, tile, k_width, column, C)
-        page = page_ids(table_ptr, tile + 1, start, stop, C)
-        k = tl.load(k_at, mask=(tile < last) & (column < C.head_dim)[None, :], other=0.0)
-        k = decode(k, C.k_format, C.compute)  # [TILE, D]
-        next_score = tl.dot(q[0], tl.trans(k), input_precision=C.precision)  # [BM, TILE]
-
-        if C.issue_barrier != "":
-            # Keeps the compiler from moving the product behind the softmax, which does not need it yet.
-            tl.inline_asm_elementwise(
-                C.issue_barrier + " mov.b32 $0, $1;", "=r,r", [tile], tl.int32, False, 1
-            )
-        if C.modified:
-            key_position = key_positions((tile - 1) * C.tile + lane, context, tree, C)
-            current = modified(current * scale[:, None], rows, key_position, C)
-        exact, peak, decay = weights(current, peak, unit, (tile > first) & (tile <= last), C)
-        total = total * decay + tl.sum(exact, 1)
-        acc = acc * decay[:, None]
-        weight = exact.to(C.compute)
-        score = next_score
-        # No plain copy: the compiler does not pipeline a loop that carries a value over two turns.
-        weighted = tl.where(tile <= last, scored, 0)
-        scored = page_start
-    return acc, peak, total

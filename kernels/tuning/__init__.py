@@ -3,7 +3,9 @@
 A file holds:
 
 * `native_formats`: 8-bit formats that the compiler converts by itself there;
-* `issue_barrier`: an instruction of its assembly language that the compiler moves no other across, or nothing;
+* `turns`: the instructions before and after the product of q and K by which the second four warps of a program
+  begin theirs when the first four have theirs, or nothing. One half's softmax then runs beside the other's products,
+  where both would otherwise do the same thing at the same time;
 * `unpack`: for a stored format, the instructions that convert four values of K and four of V to float16; `$2` is
   a register with two elements of two bytes, `$0` and `$1` take two float16 each. For K, `$0` is the first element;
   for V, it is the low byte of both;
@@ -16,7 +18,8 @@ A file holds:
   the average number of pieces of a unit is taken, and always the last one where the cut points are fixed. A unit
   with more than `partials` pieces, one long sequence among short ones, is merged `many` at a time;
 * `split`, `prefill`, `invariant`: lists of `TileChoice` fields. The entry of the smallest `head_dim`, then of
-  the smallest `rows`, that hold the problem is taken, among those of the KV dtype's width.
+  the smallest `rows`, that hold the problem is taken, among those of the KV dtype's width; one with `turns` comes
+  first where they can be taken and a row of the page table holds at least `min_keys` keys.
 """
 
 import contextlib
@@ -57,8 +60,13 @@ class TileChoice:
     programs_per_core: int
     # Walk the tiles that need no mask in a loop of their own.
     bare: bool = False
-    # Overlap the products of one such tile with the softmax of another; pays where products are asynchronous.
-    overlapped: bool = False
+    # Two halves of a program take turns; pays for sequences of some length.
+    turns: bool = False
+    min_keys: int = 0
+
+    def __post_init__(self):
+        if self.turns and self.warps != 8:
+            raise ValueError(f"warps: expected 8, two halves of four that take turns, got {self.warps}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +86,7 @@ class Tuning:
     """The content of one file."""
 
     native_formats: tuple[str, ...]
-    issue_barrier: str
+    turns: tuple[str, str]
     unpack: dict[str, tuple[str, str]] = dataclasses.field(hash=False)
     scalar_pages: int
     split_rows: int
@@ -88,15 +96,19 @@ class Tuning:
     prefill: tuple[TileChoice, ...]
     invariant: tuple[TileChoice, ...]
 
-    def choose(self, kind: str, head_dim: int, rows: int, kv_bytes: int) -> TileChoice:
-        """Return the entry of the `kind` table that fits best."""
+    def choose(self, kind: str, head_dim: int, rows: int, kv_bytes: int, turns_within: int = 0) -> TileChoice:
+        """Return the entry of the `kind` table that fits best.
+
+        `turns_within` is the number of keys that a row of the page table holds, where turns can be taken, else 0.
+        """
         table = getattr(self, kind)
         width = min((c.kv_bytes for c in table), key=lambda b: (abs(b - kv_bytes), b))
         table = [c for c in table if c.kv_bytes == width]
         dim = _smallest_that_holds((c.head_dim for c in table), head_dim)
         table = [c for c in table if c.head_dim == dim]
         held = _smallest_that_holds((c.rows for c in table), rows)
-        return next(c for c in table if c.rows == held)
+        fitting = [c for c in table if c.rows == held and (not c.turns or turns_within > c.min_keys)]
+        return max(fitting, key=lambda c: c.turns)
 
     def choose_reduce(self, pieces: int | None) -> ReduceChoice:
         """Return the entry for units of so many pieces on average; None for any number, merged in one way."""
@@ -116,7 +128,7 @@ def parse(content: dict[str, Any]) -> Tuning:
     tables = {kind: tuple(TileChoice(**entry) for entry in content[kind]) for kind in KINDS}
     return Tuning(
         native_formats=tuple(content["native_formats"]),
-        issue_barrier=content["issue_barrier"],
+        turns=tuple(content["turns"]),
         unpack={name: (of_k, of_v) for name, (of_k, of_v) in content["unpack"].items()},
         scalar_pages=content["scalar_pages"],
         split_rows=content["split_rows"],

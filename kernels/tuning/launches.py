@@ -1,6 +1,11 @@
 """From a problem to its launches: which schedule, which tiles."""
 
 import dataclasses
+import functools
+import importlib.util
+
+import jax.numpy as jnp
+import numpy as np
 
 from jaxattn.index64 import cdiv
 from jaxattn.kernels.tuning import Device, TileChoice, tuning
@@ -10,6 +15,8 @@ from jaxattn.problem import AttentionProblem
 # Longer windows than any sequence are no window; positions in a kernel are 32-bit.
 _LONGEST_WINDOW = 2**31 - 1
 _ANY_LENGTH = 2**62
+# Versions of Triton whose turns were looked at, from the first to before the last.
+_TRITON_WITH_TURNS = ((3, 6), (3, 9))
 # So many units for each program balance without cuts.
 _MANY_UNITS = 3
 
@@ -22,22 +29,32 @@ class Launch:
     choice: TileChoice
 
 
-def attention_launches(problem: AttentionProblem, device: Device) -> tuple[Launch, ...]:
+def attention_launches(
+    problem: AttentionProblem, device: Device, *, takes_turns: bool = True
+) -> tuple[Launch, ...]:
     """Cut a problem into launches by the query lengths of its sequences.
 
     Short sequences (decode, verify) and long ones (prefill) take different tiles, so a batch that can hold both
-    needs two launches, each of which schedules its own sequences only.
+    needs two launches, each of which schedules its own sequences only. `takes_turns` says whether the kernels can, see
+    `kernels.tuning`.
     """
     table = tuning()
     group = problem.group_size
     longest = min(problem.max_seqlen_q, problem.q.shape[0])
     head_dim = max(problem.q.shape[2], problem.v_cache.shape[3])
     kv_bytes = max(problem.k_cache.dtype.itemsize, problem.v_cache.dtype.itemsize)
-    if problem.q.dtype.itemsize == 4:
+    compute = compute_dtype(problem)
+    if compute == "float32" or any(
+        pool.dtype.itemsize == 2 and pool.dtype.name != compute for pool in (problem.k_cache, problem.v_cache)
+    ):
+        # Values of 16 bits that are converted lie in shared memory twice.
         kv_bytes = 4
+    turns_within = 0
+    if takes_turns and _keeps_turns(problem, compute):
+        turns_within = problem.page_table.shape[1] * problem.page_size
 
     def launch(kind: str, rows: int, min_q_len: int, max_q_len: int) -> Launch:
-        choice = table.choose(kind, head_dim, rows, kv_bytes)
+        choice = table.choose(kind, head_dim, rows, kv_bytes, turns_within)
         chunk = 0
         if problem.batch_invariant:
             chunk = cdiv(table.chunk, choice.tile) * choice.tile if kind == "invariant" else UNCUT
@@ -89,3 +106,35 @@ def _spec(
         enough_programs=device.cores * choice.programs_per_core * 15 // 16,
         chunk=chunk,
     )
+
+
+def _keeps_turns(problem: AttentionProblem, compute: str) -> bool:
+    """Whether nothing makes the halves of a program wait for each other within a turn, in which they would for ever.
+
+    K must go from memory to the product as it lies, and the compiler must put no barrier there: Triton 3.9 does, and
+    the audit of compiled kernels looks for one. The masks of a tree take shared memory that tiles need.
+    """
+    pool = problem.k_cache
+    straight = pool.dtype.name == compute and pool.shape[3] * pool.dtype.itemsize % 16 == 0
+    return straight and problem.ancestors is None and _compiler_keeps_turns()
+
+
+@functools.cache
+def _compiler_keeps_turns() -> bool:
+    from jaxattn.kernels.triton.compat import installed_version
+
+    if importlib.util.find_spec("triton") is None:
+        return False
+    first, end = _TRITON_WITH_TURNS
+    return first <= installed_version("triton") < end
+
+
+def compute_dtype(problem: AttentionProblem) -> str:
+    """Choose the type of the products: float16 holds every 8-bit format exactly and converts from it fastest."""
+    names = {np.dtype(x.dtype).name for x in (problem.q, problem.k_cache, problem.v_cache)}
+    wide = {name for name in names if np.dtype(jnp.dtype(name)).itemsize > 1}
+    if "float32" in wide or wide == {"float16", "bfloat16"}:
+        return "float32"
+    if len(names) == 1 and wide == {"bfloat16"}:
+        return "bfloat16"
+    return "float16"
