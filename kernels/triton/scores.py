@@ -83,16 +83,13 @@ def masked(score, rows, key, key_position, known, context, tree, C: tl.constexpr
 
 
 @triton.jit
-def weights(score, peak, unit, real, C: tl.constexpr):
+def weights(score, peak, unit, C: tl.constexpr):
     """Softmax weights relative to the new running maximum, that maximum, and the decay of what came before.
 
-    Scores that are not `real` weigh nothing; they must be finite. One rounding of `score * unit - maximum` keeps
-    differences of huge scores exact.
+    One rounding of `score * unit - maximum` keeps differences of huge scores exact.
     """
     new_peak = tl.maximum(peak, tl.max(score, 1) * unit - C.weight_shift)
-    new_peak = tl.where(real, new_peak, peak)
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     decay = tl.exp2(peak - base)
-    base = tl.where(real, base, float("inf"))
     weight = tl.exp2(tl.fma(score, unit[:, None], -base[:, None]))  # [BM, TILE]
     return weight, new_peak, decay

@@ -116,7 +116,7 @@ def walk(
             score = modified(score * scale[:, None], rows, key_position, C)
         if MASKED:
             score = masked(score, rows, key, key_position, known, context, tree, C)
-        weight, peak, decay = weights(score, peak, unit, True, C)
+        weight, peak, decay = weights(score, peak, unit, C)
         total = total * decay + tl.sum(weight, 1)
         acc = acc * decay[:, None]
 

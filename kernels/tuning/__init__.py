@@ -19,7 +19,7 @@ A file holds:
   with more than `partials` pieces, one long sequence among short ones, is merged `many` at a time;
 * `split`, `prefill`, `invariant`: lists of `TileChoice` fields. The entry of the smallest `head_dim`, then of
   the smallest `rows`, that hold the problem is taken, among those of the KV dtype's width; one with `turns` comes
-  first where they can be taken and a row of the page table holds at least `min_keys` keys.
+  first where they can be taken and a row of the page table holds more than `min_keys` keys.
 """
 
 import contextlib
