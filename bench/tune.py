@@ -27,6 +27,7 @@ from jaxattn.checks import attention_problem
 from jaxattn.index64 import index64
 from jaxattn.kernels import tuning
 from jaxattn.kernels.tuning import ReduceChoice, TileChoice, Tuning
+from jaxattn.kernels.tuning.launches import compiler_keeps_turns
 
 
 def table_of(shape: shapes.Shape) -> tuple[str, int, int]:
@@ -57,8 +58,9 @@ def shared_bytes(choice: TileChoice, dim: int) -> int:
     return 2 * choice.tile * dim * choice.kv_bytes * buffers + choice.block_rows * dim * 2
 
 
-def candidates(shape: shapes.Shape) -> list[TileChoice]:
+def candidates(shape: shapes.Shape, architecture: str) -> list[TileChoice]:
     """Choices that are worth compiling for a shape, with one program a core."""
+    turns = tuning.load(architecture).turns != ("", "") and compiler_keeps_turns()
     kind, rows, kv_bytes = table_of(shape)
     held = next((r for r in (16, 32, 64) if r >= rows), 64)
     block_rows, tiles, warps = (held,), (16, 32, 64, 128), (2, 4, 8)
@@ -75,10 +77,10 @@ def candidates(shape: shapes.Shape) -> list[TileChoice]:
             warps=warp,
             stages=stages,
             programs_per_core=1,
-            turns=turns,
+            turns=in_turns,
         )
-        for rows, tile, warp, stages, turns in grid
-        if not turns or (kind == "prefill" and warp == 8)
+        for rows, tile, warp, stages, in_turns in grid
+        if not in_turns or (turns and kind == "prefill" and warp == 8 and kv_bytes == 2)
     ]
     return [choice for choice in found if _is_plausible(choice)]
 
@@ -103,7 +105,7 @@ def compiled_candidates(shape: shapes.Shape, architecture: str) -> list[TileChoi
 
     kind, _, _ = table_of(shape)
     found = []
-    for choice in candidates(shape):
+    for choice in candidates(shape, architecture):
         report = audit(
             compile_request(attention_request(architecture, kind, choice, shape.kv_dtype), architecture)
         )

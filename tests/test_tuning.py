@@ -37,7 +37,7 @@ def choice_of(problem):
 
 @pytest.fixture
 def compiler_keeps_turns(monkeypatch):
-    monkeypatch.setattr(launches, "_compiler_keeps_turns", lambda: True)
+    monkeypatch.setattr(launches, "compiler_keeps_turns", lambda: True)
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
@@ -67,7 +67,7 @@ def test_kernels_that_know_no_turns_get_the_entry_beside(compiler_keeps_turns):
 
 
 def test_no_turns_with_a_compiler_that_breaks_them(monkeypatch):
-    monkeypatch.setattr(launches, "_compiler_keeps_turns", lambda: False)
+    monkeypatch.setattr(launches, "compiler_keeps_turns", lambda: False)
     assert not choice_of(prefill()).turns
 
 

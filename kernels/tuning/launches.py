@@ -116,11 +116,12 @@ def _keeps_turns(problem: AttentionProblem, compute: str) -> bool:
     """
     pool = problem.k_cache
     straight = pool.dtype.name == compute and pool.shape[3] * pool.dtype.itemsize % 16 == 0
-    return straight and problem.ancestors is None and _compiler_keeps_turns()
+    return straight and problem.ancestors is None and compiler_keeps_turns()
 
 
 @functools.cache
-def _compiler_keeps_turns() -> bool:
+def compiler_keeps_turns() -> bool:
+    """Whether the installed Triton puts no barrier of all warps into a turn."""
     from jaxattn.kernels.triton.compat import installed_version
 
     if importlib.util.find_spec("triton") is None:
