@@ -131,6 +131,19 @@ def test_moves_of_spilled_values_count_in_the_innermost_loop_that_multiplies():
     assert moves_in_tile_loops(LOOPS.replace("v_mfma", "v_fma"), moves) == 2
 
 
+def test_moves_of_spilled_values_count_in_loops_that_multiply_float32_on_cuda():
+    code = """
+    .L_x_1:
+        LDL R20, [R1] ;
+    .L_x_2:
+        FFMA R0, R1, R2, R0 ;
+    @P0 BRA `(.L_x_2) ;
+        BRA `(.L_x_1) ;
+    """
+    assert moves_in_tile_loops(code, r"\bLDL\b") == 0
+    assert moves_in_tile_loops(code.replace("FFMA", "LDL R20, [R1] ;\n        FFMA"), r"\bLDL\b") == 1
+
+
 @pytest.mark.parametrize(
     ("spills", "reloads", "fails"),
     [

@@ -19,6 +19,8 @@ WORDS = {
     "dwordx4": 16,
 }
 MATRIX = re.compile(r"\b(?:v_s?mfmac?_\w+|HGMMA|QGMMA|IGMMA|HMMA|IMMA|DMMA)\b")
+# What CUDA multiplies float32 tiles with.
+SCALAR = re.compile(r"\bFFMA\b")
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Machine:
 def moves_in_tile_loops(assembly: str, moves: str) -> int:
     """Count instructions that match `moves` in the innermost loops that multiply tiles.
 
-    Where no loop multiplies tiles, all of the code counts.
+    Those are loops with matrix instructions, else with CUDA's for float32. Where there is none, all of the code counts.
     """
     lines = assembly.splitlines()
     labels: dict[str, int] = {}
@@ -61,7 +63,10 @@ def moves_in_tile_loops(assembly: str, moves: str) -> int:
             labels[match[1]] = i
         elif (match := re.search(r"\b(?:BRA|s_c?branch\w*)\b.*?(\.L\w+)", line)) and match[1] in labels:
             loops.append(range(labels[match[1]], i + 1))
-    loops = [loop for loop in loops if any(MATRIX.search(lines[i]) for i in loop)]
+    by_kind = (
+        [loop for loop in loops if any(kind.search(lines[i]) for i in loop)] for kind in (MATRIX, SCALAR)
+    )
+    loops = next(filter(None, by_kind), [])
     inner = [a for a in loops if not any(b != a and b.start >= a.start and b.stop <= a.stop for b in loops)]
     counted = {i for loop in inner for i in loop} or range(len(lines))
     return sum(bool(re.search(moves, lines[i])) for i in counted)
