@@ -4,8 +4,8 @@
 
 Every row of the table is compared with plain decoding of the same prompts. With `--batch-invariant` that is a run which
 verifies as many rows as the others and drafts nothing (`empty`), since products of other shapes may round otherwise:
-texts are then the same in bfloat16 too. `--device-time` adds the time of a
-cycle of the loop and, on CUDA, of its kernels.
+texts are then the same in bfloat16 too. `--device-time` adds the time of a cycle of the loop and, on CUDA, of its
+kernels.
 """
 
 import argparse
@@ -61,7 +61,6 @@ def main() -> None:
     table = []
     for page_size, rows in itertools.product(arguments.page_sizes, arguments.rows):
         shape = {"rows": rows, "page_size": page_size, "max_context_len": length, "options": options}
-        plain = None
         methods = [EMPTY, *arguments.methods] if arguments.batch_invariant else arguments.methods
         for topk, method in [(1, "off"), *itertools.product(arguments.topk, methods)]:
             n = 1 if method == "off" else arguments.num_draft_tokens or NODES[topk]
@@ -72,7 +71,8 @@ def main() -> None:
                     method, model, num_draft_tokens=n, topk=topk, attention=options, head=arguments.head
                 )
             line, texts = _measure(model, drafting, requests, shape, arguments.device_time)
-            plain = texts if method in ("off", EMPTY) else plain
+            if method in ("off", EMPTY):
+                plain = texts
             same = sum(a == b for a, b in zip(texts, plain, strict=True))
             line = {
                 "method": method,

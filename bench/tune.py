@@ -60,13 +60,14 @@ def shared_bytes(choice: TileChoice, dim: int) -> int:
 
 def candidates(shape: shapes.Shape, architecture: str) -> list[TileChoice]:
     """Choices that are worth compiling for a shape, with one program a core."""
-    turns = tuning.load(architecture).turns != ("", "") and compiler_keeps_turns()
     kind, rows, kv_bytes = table_of(shape)
     held = next((r for r in (16, 32, 64) if r >= rows), 64)
-    block_rows, tiles, warps = (held,), (16, 32, 64, 128), (2, 4, 8)
+    block_rows, tiles, warps, turns = (held,), (16, 32, 64, 128), (2, 4, 8), (False,)
     if kind == "prefill":
         held, block_rows, tiles, warps = 128, (64, 128), (32, 64, 128), (4, 8)
-    grid = itertools.product(block_rows, tiles, warps, (2, 3), (False, True))
+        if kv_bytes == 2 and any(tuning.load(architecture).turns) and compiler_keeps_turns():
+            turns = (False, True)
+    grid = itertools.product(block_rows, tiles, warps, (2, 3), turns)
     found = [
         TileChoice(
             head_dim=1 << (shape.head_dim - 1).bit_length(),
@@ -80,7 +81,7 @@ def candidates(shape: shapes.Shape, architecture: str) -> list[TileChoice]:
             turns=in_turns,
         )
         for rows, tile, warp, stages, in_turns in grid
-        if not in_turns or (turns and kind == "prefill" and warp == 8 and kv_bytes == 2)
+        if warp == 8 or not in_turns
     ]
     return [choice for choice in found if _is_plausible(choice)]
 

@@ -1,10 +1,12 @@
 """Small kernels for the audit: some safe, some each with one fault."""
 
+import dataclasses
+
 import triton
 import triton.language as tl
 
 from jaxattn.kernels.triton.requests import CompileRequest
-from jaxattn.kernels.tuning import load
+from jaxattn.kernels.triton.walk import turn
 
 ROW = 2048
 
@@ -80,20 +82,24 @@ def narrow_program(k_cache, page_table, out, ROW: tl.constexpr):
     tl.store(out + program * ROW + lanes, tl.load(k_cache + page * ROW + lanes))
 
 
-BEGIN_TURN = tl.constexpr(load("sm90").turns[0] + " mov.b32 $0, $1;")
-END_TURN = tl.constexpr(load("sm90").turns[1] + " mov.b32 $0, $1;")
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """What `turn` reads of the constants of an attention kernel."""
+
+    begin_turn: str
+    end_turn: str
 
 
 @triton.jit
-def turns(k_cache, page_table, out, ROW: tl.constexpr, BARRIER: tl.constexpr):
+def turns(k_cache, page_table, out, ROW: tl.constexpr, C: tl.constexpr, BARRIER: tl.constexpr):
     """Fault where BARRIER: all warps wait for each other within a turn."""
     row = tl.program_id(0).to(tl.int64)
     page = tl.load(page_table + row).to(tl.int64)
     lanes = tl.arange(0, ROW)
-    tl.inline_asm_elementwise(BEGIN_TURN, "=r,r", [tl.program_id(0)], tl.int32, False, 1)
+    turn(tl.program_id(0), C, True)
     if BARRIER:
         tl.debug_barrier()
-    tl.inline_asm_elementwise(END_TURN, "=r,r", [tl.program_id(0)], tl.int32, False, 1)
+    turn(tl.program_id(0), C, False)
     tl.debug_barrier()
     tl.store(out + row * ROW + lanes, tl.load(k_cache + page * ROW + lanes))
 

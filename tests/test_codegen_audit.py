@@ -17,6 +17,7 @@ from bench.audit.addresses import find_narrow, index_arrays
 from bench.audit.compilation import compile_request
 from bench.audit.mlir import read_module
 from bench.audit.report import audit
+from jaxattn.kernels import tuning
 
 AMD = ("gfx942", "gfx950")
 ALL = (*AMD, "sm90")
@@ -114,7 +115,8 @@ def test_an_id_is_followed_through_a_pipelined_loop(arch):
 
 @pytest.mark.parametrize("barrier", [False, True])
 def test_a_barrier_of_all_warps_within_a_turn_fails(barrier):
-    kernel = gather(kernels.turns, num_warps=8, BARRIER=barrier)
+    constants = kernels.Turns(*tuning.load("sm90").turns)
+    kernel = gather(kernels.turns, num_warps=8, C=constants, BARRIER=barrier)
     failures = audit(compile_request(kernel, "sm90")).failures
     assert failures == (
         ("1 barriers of all warps within a turn, which no warp would leave",) if barrier else ()

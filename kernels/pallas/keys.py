@@ -8,12 +8,11 @@ from jaxattn.kernels.pallas.arithmetic import quotient, remainder
 from jaxattn.kernels.pallas.memory import load
 
 
-def page_ids(page_table, sequence, tile, start, stop, C: AttentionConstants):
+def page_ids(page_table, row, tile, start, stop, C: AttentionConstants):
     """Pages that a tile of keys needs: a list of scalars where they are few, else an array, one for each page or key.
 
-    What they are where no key of the page is in [start, stop) means nothing.
+    The row of the table begins at `row`. What pages are where no key of them is in [start, stop) means nothing.
     """
-    row = sequence * C.table_width + hidden_zero()
     if C.few_pages:
         first = quotient(tile, C.page_size // C.tile) if C.page_size % C.tile == 0 else tile * C.pages_in_tile
         return [
