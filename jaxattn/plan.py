@@ -1,12 +1,14 @@
 """The split-KV plan: how the work of one step is cut into equal runs, computed on the device.
 
 The work of an attention launch is one line of tiles. Query rows (query token, head of the group) are cut into
-blocks of `block_rows` rows of one sequence; for each block, for each KV head, the line holds the tiles of keys
-that the block sees, which are called a unit. Program `g` of `active` takes the g-th of equal parts of the line,
-whatever the lengths are, and finds its place in it through the arrays of a `Schedule`. All shapes are static.
+blocks of `block_rows` rows of one sequence; for each block the line holds the tiles of keys that the block sees.
+It is cut into `active` equal runs, whatever the lengths are, and a program walks a run for one KV head: programs
+of all heads read the same pages at about the same time. The tiles of a block for one head are called a unit. A
+program finds its place on the line through the arrays of a `Schedule`. All shapes are static.
 
-As many programs are active as run at once, but where all units are equally long, a few less can end their runs
-where units end: fewer partial results are written and merged then, or none.
+As many runs are active as keep the device busy, but where all units are equally long, a few less can end where
+units end: fewer partial results are written and merged then, or none. Where the number of KV heads would leave
+much of the device idle, only some of them walk abreast, and the line holds a block once for each such set.
 
 With fixed cut points (`batch_invariant=True`) the line holds chunks of keys in place of tiles: the keys of a
 block are cut at multiples of `chunk` and nowhere else.
@@ -48,10 +50,22 @@ class ScheduleSpec:
     block_rows: int
     tile: int
     programs: int
-    # So many programs keep the device as busy as all of them do.
-    enough_programs: int
+    # KV heads that programs walk side by side, a divisor of their number.
+    heads_abreast: int
+    # So many runs keep the device as busy as all of them do.
+    enough_runs: int
     # Keys between fixed cut points, `UNCUT`, or 0 where the load balance cuts.
     chunk: int
+
+    @property
+    def runs(self) -> int:
+        """Upper bound of the runs that the line is cut into; a program for each of the heads abreast walks one."""
+        return self.programs // self.heads_abreast
+
+    @property
+    def heads_in_line(self) -> int:
+        """How often a block is on the line."""
+        return self.num_kv_heads // self.heads_abreast
 
     @property
     def blocks_in_sequence(self) -> int:
@@ -148,9 +162,9 @@ class Schedule:
     block_index: Int64[Array, "B"]
     # Where each block begins on the line, and where the last one ends.
     tile_start: Int64[Array, "B+1"]
-    # The block in which each program begins.
-    first_block: Int64[Array, "G"]
-    # Programs that take part.
+    # The block in which each run begins.
+    first_block: Int64[Array, "R"]
+    # Runs that the line is cut into.
     active: Int64[Array, "1"]
     spec: ScheduleSpec = dataclasses.field(metadata={"static": True})
 
@@ -183,12 +197,12 @@ def build_schedule(
     sequence = jnp.where(live, sequence, 0)
 
     places = jnp.where(live, _places(spec, q_len[sequence], seqused_k[sequence], index), 0)
-    tile_end = jnp.cumsum(places * spec.num_kv_heads)
+    tile_end = jnp.cumsum(places * spec.heads_in_line)
     work = tile_end[-1]
-    program = jnp.arange(spec.programs, dtype=jnp.int64)
+    run = jnp.arange(spec.runs, dtype=jnp.int64)
     shortest = jnp.min(jnp.where(live, places, work))
-    active = _active(spec, jnp.sum(live) * spec.num_kv_heads, shortest, jnp.max(places), work)
-    place = jnp.minimum(program, active - 1) * work // jnp.maximum(active, 1)
+    active = _active(spec, jnp.sum(live) * spec.heads_in_line, shortest, jnp.max(places), work)
+    place = jnp.minimum(run, active - 1) * work // jnp.maximum(active, 1)
     first_block = jnp.searchsorted(tile_end, place, side="right").astype(jnp.int64)
     return Schedule(
         block_sequence=sequence,
@@ -201,15 +215,15 @@ def build_schedule(
 
 
 def _active(spec: ScheduleSpec, units, shortest, longest, work):
-    """Choose how many programs take part: all, or so many that the runs of equally long units end with units."""
-    active = jnp.minimum(work, spec.programs)
+    """Choose how many runs there are: as many as can be, or so many that they end where equally long units do."""
+    active = jnp.minimum(work, spec.runs)
     if spec.chunk:
         return active
     units = jnp.maximum(units, 1)
-    units_in_run = cdiv(units, spec.programs)
+    units_in_run = cdiv(units, spec.runs)
     in_whole_units = jnp.where(units % units_in_run == 0, units // units_in_run, 0)
-    even = jnp.where(units <= spec.programs, spec.programs // units * units, in_whole_units)
-    return jnp.where((shortest == longest) & (even >= spec.enough_programs), jnp.minimum(even, work), active)
+    even = jnp.where(units <= spec.runs, spec.runs // units * units, in_whole_units)
+    return jnp.where((shortest == longest) & (even >= spec.enough_runs), jnp.minimum(even, work), active)
 
 
 def _places(spec: ScheduleSpec, q_len, seqused_k, index):

@@ -33,10 +33,11 @@ class AttentionConstants:
     num_sequences: int
     num_tokens: int
 
-    # The schedule: blocks of rows, tiles of keys, programs; see `jaxattn.plan`.
+    # The schedule: blocks of rows, tiles of keys, programs, KV heads side by side; see `jaxattn.plan`.
     block_rows: int
     tile: int
     programs: int
+    heads_abreast: int
     num_blocks: int
     # Rows of a block that exist at all, which is what partial results are stored for.
     stored_rows: int
@@ -127,6 +128,11 @@ class AttentionConstants:
     def few_pages(self) -> bool:
         """Whether each page id of a tile is a number of its own rather than an element of a tensor."""
         return self.pages_in_tile <= max(1, self.scalar_pages)
+
+    @property
+    def heads_in_line(self) -> int:
+        """How often a block is on the line of work."""
+        return self.num_kv_heads // self.heads_abreast
 
     @property
     def units(self) -> int:

@@ -114,7 +114,11 @@ def _attend(problem: AttentionProblem, backend: Backend, step: Launch, schedule:
     # Fixed cuts are merged in one way only, so that the bits of a row depend on nothing else.
     pieces = None if constants.chunk else cdiv(constants.programs, constants.units)
     reduce = tuning.tuning().choose_reduce(pieces)
-    places = constants.units if constants.chunk else min(constants.units, constants.programs - 1)
+    places = (
+        constants.units
+        if constants.chunk
+        else min(constants.units, constants.programs - constants.heads_abreast)
+    )
     if places == 0:
         return tuple(result)
     fitting = max(1, _REDUCE_ELEMENTS * reduce.warps // (reduce.rows * constants.padded_value_dim))
@@ -184,6 +188,7 @@ def _constants(
         block_rows=choice.block_rows,
         tile=choice.tile,
         programs=spec.programs,
+        heads_abreast=spec.heads_abreast,
         num_blocks=spec.num_blocks,
         stored_rows=min(choice.block_rows, min(problem.max_seqlen_q, spec.max_q_len, tokens) * spec.group),
         chunk=spec.chunk,

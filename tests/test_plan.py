@@ -29,14 +29,15 @@ SPEC = ScheduleSpec(
     sliding_window=None,
     block_rows=16,
     tile=32,
-    programs=7,
-    enough_programs=5,
+    programs=14,
+    heads_abreast=2,
+    enough_runs=5,
     chunk=0,
 )
 
 
 def line_of_work(spec: ScheduleSpec, q_lens, lengths):
-    """The (sequence, block, KV head, place) of every place of the line, in order."""
+    """The (sequence, block, number of the block's unit, place) of every place of the line, in order."""
     line = []
     for sequence, (q_len, used) in enumerate(zip(q_lens, lengths, strict=True)):
         if not max(spec.min_q_len, 1) <= q_len <= spec.max_q_len:
@@ -54,20 +55,21 @@ def line_of_work(spec: ScheduleSpec, q_lens, lengths):
                 first_position = context if spec.tree else context + tokens[0]
                 start = min(max(first_position - spec.sliding_window + 1, 0), stop)
             places = range(start // spec.step, -(-stop // spec.step)) or [start // spec.step]
-            line += [(sequence, block, head, p) for head in range(spec.num_kv_heads) for p in places]
+            heads = spec.num_kv_heads // spec.heads_abreast
+            line += [(sequence, block, unit, p) for unit in range(heads) for p in places]
     return line
 
 
 def expected_active(spec: ScheduleSpec, line) -> int:
-    """Programs that take part: as many as end their runs with equally long units, if those are enough."""
+    """Runs of the line: as many as end with equally long units, if those are enough."""
     units = [len(list(places)) for _, places in itertools.groupby(line, key=lambda place: place[:3])]
     if units and not spec.chunk and len(set(units)) == 1:
-        count, runs = len(units), -(-len(units) // spec.programs)
-        ends = [n for n in range(1, spec.programs + 1) if n % count == 0 or n * runs == count]
+        count, units_in_run = len(units), -(-len(units) // spec.runs)
+        ends = [n for n in range(1, spec.runs + 1) if n % count == 0 or n * units_in_run == count]
         even = max(ends, default=0)
-        if even >= spec.enough_programs:
+        if even >= spec.enough_runs:
             return min(even, len(line))
-    return min(len(line), spec.programs)
+    return min(len(line), spec.runs)
 
 
 def check_schedule(spec: ScheduleSpec, schedule: plan.Schedule, q_lens, lengths) -> None:
@@ -83,9 +85,9 @@ def check_schedule(spec: ScheduleSpec, schedule: plan.Schedule, q_lens, lengths)
     assert (starts[live:] == len(line)).all()
     active = int(schedule.active[0])
     assert active == expected_active(spec, line)
-    for program in range(active):
-        sequence, block, _, _ = line[program * len(line) // active]
-        assert int(schedule.first_block[program]) == blocks.index((sequence, block))
+    for run in range(active):
+        sequence, block, _, _ = line[run * len(line) // active]
+        assert int(schedule.first_block[run]) == blocks.index((sequence, block))
 
 
 def cumulated(q_lens):
@@ -112,6 +114,7 @@ SPECS = {
     "tree-window": dataclasses.replace(SPEC, tree=True, sliding_window=40),
     "chunks": dataclasses.replace(SPEC, chunk=256),
     "uncut": dataclasses.replace(SPEC, chunk=UNCUT),
+    "one-head-abreast": dataclasses.replace(SPEC, programs=7, heads_abreast=1),
     "long-only": dataclasses.replace(SPEC, min_q_len=5),
     "short-only": dataclasses.replace(SPEC, max_q_len=4),
 }
@@ -126,7 +129,7 @@ def test_the_schedule_holds_every_tile_once_in_order(name, q_lens, lengths):
     check_schedule(SPECS[name], xla_schedule(SPECS[name], q_lens, lengths), q_lens, lengths)
 
 
-@pytest.mark.parametrize("name", ["plain", "window", "chunks", "short-only"])
+@pytest.mark.parametrize("name", ["plain", "window", "chunks", "one-head-abreast", "short-only"])
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(lengths=LENGTHS, live=st.lists(st.integers(0, 5), min_size=5, max_size=5))
 def test_the_fused_kernel_builds_the_same_schedule(name, lengths, live):
@@ -137,7 +140,7 @@ def test_the_fused_kernel_builds_the_same_schedule(name, lengths, live):
     work = int(expected.tile_start[-1])
     for field in ("block_sequence", "block_index", "tile_start"):
         assert np.array_equal(getattr(actual, field), getattr(expected, field)), field
-    active = min(work, spec.programs)
+    active = min(work, spec.runs)
     assert np.array_equal(actual.active, expected.active)
     assert np.array_equal(actual.first_block[:active], expected.first_block[:active])
 
@@ -147,10 +150,8 @@ def test_the_fused_kernel_builds_the_same_schedule(name, lengths, live):
     [(3, 13, 12), (3, 11, 6), (5, 10, 10), (5, 9, 5), (5, 7, 5), (5, 4, 4), (1, 9, 8), (2, 7, 7)],
 )
 @pytest.mark.parametrize("builder", [xla_schedule, fused_schedule])
-def test_runs_of_equally_long_units_end_with_units_where_enough_programs_remain(
-    builder, sequences, programs, active
-):
-    spec = dataclasses.replace(SPEC, programs=programs, max_seqlen_q=1, num_tokens=5)
+def test_runs_of_equally_long_units_end_with_units_where_enough_remain(builder, sequences, programs, active):
+    spec = dataclasses.replace(SPEC, programs=programs, heads_abreast=1, max_seqlen_q=1, num_tokens=5)
     q_lens, lengths = [1] * sequences + [0] * (5 - sequences), [330] * sequences + [0] * (5 - sequences)
     schedule = builder(spec, q_lens, lengths)
     assert int(schedule.active[0]) == active
@@ -162,12 +163,18 @@ def test_runs_of_equally_long_units_end_with_units_where_enough_programs_remain(
 
 def test_one_sequence_of_a_million_tokens_among_short_ones_is_cut_evenly():
     spec = dataclasses.replace(
-        SPEC, num_sequences=4, num_tokens=4, max_seqlen_q=1, capacity=1 << 20, programs=264, tile=64
+        SPEC,
+        num_sequences=4,
+        num_tokens=4,
+        max_seqlen_q=1,
+        capacity=1 << 20,
+        programs=528,
+        tile=64,
     )
     lengths = [17, 1 << 20, 0, 64]
     schedule = xla_schedule(spec, [1, 1, 1, 1], lengths)
     starts = np.asarray(schedule.tile_start).tolist()
-    assert starts == [0, 2, 2 + 2 * 16384, 4 + 2 * 16384, 6 + 2 * 16384]
+    assert starts == [0, 1, 1 + 16384, 2 + 16384, 3 + 16384]
     runs = np.diff([g * starts[-1] // 264 for g in range(265)])
     assert runs.max() - runs.min() <= 1
     assert np.asarray(schedule.first_block)[1:-1].tolist() == [1] * 262
@@ -216,4 +223,4 @@ def test_p62_a_plan_is_made_without_a_host_read_and_compiled_once():
         int(planned(metadata([1, 1], lengths)).schedules[0].tile_start[-1]) for lengths in ([5, 9], [100, 0])
     ]
     assert len(traces) == 1
-    assert ends == [4, 10]
+    assert ends == [2, 5]

@@ -91,7 +91,7 @@ SPECS = {
     "chunks": {"chunk": 64},
     "uncut": {"chunk": plan.UNCUT},
     "short-only": {"max_q_len": 1},
-    "many-programs": {"programs": 132, "enough_programs": 123},
+    "many-programs": {"programs": 264, "enough_runs": 123},
     "fewer-tokens-than-sequences": {"num_tokens": 3},
     "beyond-32-bits": {"capacity": 2**40},
 }

@@ -1,9 +1,9 @@
-"""Paged attention over a schedule of equal work: programs walk runs of KV tiles across sequences and heads.
+"""Paged attention over a schedule of equal work: programs walk runs of KV tiles across sequences.
 
-The line of work is the one of `jaxattn.plan`. Program `g` takes the places `[g * total / active, (g + 1) * total /
-active)`. Where its run covers a whole (block, head) it writes output rows; where it covers a part it writes the
-softmax state as a partial result, of which it can have two: one that began before its run and one that ends behind
-it. `reduce_kernel` merges them.
+The line of work is the one of `jaxattn.plan`. Run `r` holds the places `[r * total / active, (r + 1) * total /
+active)`, and `C.heads_abreast` programs walk it, each for its KV heads. Where a run covers a whole (block, head)
+unit, output rows are written; where it covers a part, the softmax state is written as a partial result, of which a
+program can have two: one that began before its run and one that ends behind it. `reduce_kernel` merges them.
 """
 
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxattn.kernels._constants import CUT_UNIT_FIELDS, AttentionConstants
-from jaxattn.kernels.pallas.arithmetic import quotient
+from jaxattn.kernels.pallas.arithmetic import quotient, remainder
 from jaxattn.kernels.pallas.block import find_unit, read_block
 from jaxattn.kernels.pallas.memory import load, store, store_rows
 from jaxattn.kernels.pallas.output import fill_unowned_rows, store_output
@@ -58,20 +58,25 @@ def attention_kernel(
         program = C.programs - 1 - program
     if C.fill:
         fill_unowned_rows(cu_seqlens_q, out, lse, program, C)
+    run, first_head = quotient(program, C.heads_abreast), remainder(program, C.heads_abreast)
     work = load(tile_start, np.int64(C.num_blocks))
-    active = load(active, np.int64(0))
+    if C.uncut:
+        # Each block is one place of the line.
+        active, begin, end, begin_block = work, run, jnp.minimum(run + 1, work), run
+    else:
+        active = load(active, np.int64(0))
 
-    def cut(number):
-        return jnp.where(number < active, quotient(number * work, jnp.maximum(active, 1)), work)
+        def cut(number):
+            return jnp.where(number < active, quotient(number * work, jnp.maximum(active, 1)), work)
 
-    begin, end = cut(program), cut(program + 1)
+        begin, end, begin_block = cut(run), cut(run + 1), load(first_block, run)
     if C.chunk == 0 and not C.described_by_unit:
         # Where no unit begins in this run and goes on behind it, `reduce_kernel` has nothing to merge.
         store_numbers(cut_unit, program * CUT_UNIT_FIELDS, ())
 
     def attend(state):
         position, number = state
-        unit = find_unit(tile_start, number, position, C)
+        unit = find_unit(tile_start, number, position, first_head, C)
         begun = position - unit.start
         done = jnp.minimum(end - unit.start, unit.places)
         if C.chunk > 0:
@@ -101,20 +106,20 @@ def attention_kernel(
 
             @pl.when(begun == 0)
             def _describe():
-                pieces = quotient((unit.start + unit.places) * active - 1, work) - program + 1
+                pieces = quotient((unit.start + unit.places) * active - 1, work) - run + 1
                 fields = (pieces, block.q_start, block.q_len, first_row, unit.kv_head, program)
                 store_numbers(cut_unit, described * CUT_UNIT_FIELDS, fields)
 
         if C.uncut:
             finish()
         elif C.chunk > 0:
-            suspend(position)
+            suspend(position * C.heads_abreast + first_head)
         else:
             lax.cond(done - begun == unit.places, finish, suspend_run)
         position = unit.start + done
         return position, number + (position == unit.block_end)
 
-    lax.while_loop(lambda state: state[0] < end, attend, (begin, load(first_block, program)))
+    lax.while_loop(lambda state: state[0] < end, attend, (begin, begin_block))
 
 
 def tiles_between(block, begun, done, C: AttentionConstants):

@@ -49,13 +49,21 @@ class Unit(NamedTuple):
     block_end: Any
 
 
-def find_unit(tile_start, block, position, C: AttentionConstants) -> Unit:
-    """Find the KV head that a position on the line belongs to."""
+def find_unit(tile_start, block, position, first_head, C: AttentionConstants) -> Unit:
+    """Find the unit that a position on the line belongs to, in a program whose first KV head is given."""
+    if C.uncut:
+        # Each block is one place of the line.
+        return Unit(block, first_head, block, jnp.ones_like(block), block + 1)
     block_start = load(tile_start, block)
     block_end = load(tile_start, block + 1)
-    places = quotient(block_end - block_start, C.num_kv_heads)
-    kv_head = quotient(position - block_start, jnp.maximum(places, 1))
-    return Unit(block, kv_head, block_start + kv_head * places, places, block_end)
+    places = block_end - block_start
+    if C.heads_in_line == 1:
+        return Unit(block, first_head, block_start, places, block_end)
+    places = quotient(places, C.heads_in_line)
+    passed = quotient(position - block_start, jnp.maximum(places, 1))
+    return Unit(
+        block, first_head + passed * C.heads_abreast, block_start + passed * places, places, block_end
+    )
 
 
 def read_block(

@@ -53,8 +53,9 @@ def reduce_kernel(
     if C.chunk > 0:
         block, kv_head = quotient(place, C.num_kv_heads), remainder(place, C.num_kv_heads)
         block_start = load(tile_start, block)
-        count = quotient(load(tile_start, block + 1) - block_start, C.num_kv_heads)
-        first_slot = block_start + kv_head * count
+        count = quotient(load(tile_start, block + 1) - block_start, C.heads_in_line)
+        unit_start = block_start + quotient(kv_head, C.heads_abreast) * count
+        first_slot = unit_start * C.heads_abreast + remainder(kv_head, C.heads_abreast)
         sequence = load(block_sequence, block)
         q_start = load(cu_seqlens_q, sequence)
         q_len = load(cu_seqlens_q, sequence + 1) - q_start
@@ -91,10 +92,10 @@ def reduce_kernel(
     def step(partials, turn, state):
         acc, peak, total = state
         index = turn * partials - skipped + jnp.arange(partials, dtype=jnp.int64)  # [PARTIALS]
-        slot = first_slot + index
+        slot = first_slot + index * C.heads_abreast
         if C.chunk == 0:
             # The run in which the unit begins stores it second, the later ones store it first.
-            slot = slot + index + (index == 0)
+            slot = slot + index * C.heads_abreast + (index == 0)
         stored = ((index >= 0) & (index < count))[:, None] & live[None, :]  # [PARTIALS, ROWS]
         at = slot[:, None] * C.stored_rows + block_row[None, :]
         peaks = load(partial_peak, at, stored, -jnp.inf)

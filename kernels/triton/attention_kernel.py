@@ -1,10 +1,10 @@
-"""Paged attention over a schedule of equal work: programs walk runs of KV tiles across sequences and heads.
+"""Paged attention over a schedule of equal work: programs walk runs of KV tiles across sequences.
 
-The work of a launch is one line of tiles: for each block of query rows (`jaxattn.plan`), for each KV head, the
-tiles of keys that the block sees. Program `g` takes the tiles `[g * total / active, (g + 1) * total / active)`.
-Where its run covers a whole (block, head) it writes output rows; where it covers a part it writes the softmax
-state as a partial result, of which it can have two: one that began before its run and one that ends behind it.
-`reduce_kernel` merges them.
+The work of a launch is one line of tiles: for each block of query rows (`jaxattn.plan`), the tiles of keys that the
+block sees. Run `r` holds the tiles `[r * total / active, (r + 1) * total / active)`, and `C.heads_abreast` programs
+walk it, each for its KV heads. Where a run covers a whole (block, head) unit, output rows are written; where it
+covers a part, the softmax state is written as a partial result, of which a program can have two: one that began
+before its run and one that ends behind it. `reduce_kernel` merges them.
 """
 
 import triton
@@ -126,13 +126,21 @@ def attention_kernel(
     if C.fill:
         fill_unowned_rows(cu_seqlens_q_ptr, out_ptr, lse_ptr, program, C)
     work = tl.load(tile_start_ptr + C.num_blocks)
-    active = tl.load(active_ptr)
-    block = tl.load(first_block_ptr + program)
-    position = work
-    end = work
-    if program < active:
-        position = program * work // active
-        end = (program + 1) * work // active
+    run = program // C.heads_abreast
+    if C.uncut:
+        # Each block is one place of the line.
+        active = work
+        block = run
+        position = run
+        end = tl.minimum(run + 1, work)
+    else:
+        active = tl.load(active_ptr)
+        block = tl.load(first_block_ptr + run)
+        position = work
+        end = work
+        if run < active:
+            position = run * work // active
+            end = (run + 1) * work // active
 
     if (C.chunk == 0) and not C.described_by_unit:
         # Where no unit begins in this run and goes on behind it, `reduce_kernel` has nothing to merge.
@@ -141,11 +149,19 @@ def attention_kernel(
     table_ptr = page_table_ptr + hidden_zero()
     row = tl.arange(0, C.block_rows)  # [BM]
     while position < end:
-        block_start = tl.load(tile_start_ptr + block)
-        block_end = tl.load(tile_start_ptr + block + 1)
-        tiles = (block_end - block_start) // C.num_kv_heads
-        kv_head = (position - block_start) // tiles
-        unit_start = block_start + kv_head * tiles
+        block_start = block
+        block_end = block + 1
+        if not C.uncut:
+            block_start = tl.load(tile_start_ptr + block)
+            block_end = tl.load(tile_start_ptr + block + 1)
+        tiles = block_end - block_start
+        unit_start = block_start
+        kv_head = program % C.heads_abreast
+        if C.heads_in_line > 1:
+            tiles = tiles // C.heads_in_line
+            passed = (position - block_start) // tiles
+            unit_start += passed * tiles
+            kv_head += passed * C.heads_abreast
         begun = position - unit_start
         done = tl.minimum(end - unit_start, tiles)
         if C.chunk > 0:
@@ -230,9 +246,9 @@ def attention_kernel(
         else:
             slot = 2 * program + (begun == 0).to(tl.int64)
             if C.chunk > 0:
-                slot = position
+                slot = position * C.heads_abreast + kv_head % C.heads_abreast
             elif begun == 0:
-                tl.store(field, ((unit_start + tiles) * active - 1) // work - program + 1)
+                tl.store(field, ((unit_start + tiles) * active - 1) // work - run + 1)
                 tl.store(field + 1, q_start)
                 tl.store(field + 2, q_len)
                 tl.store(field + 3, first_row)

@@ -18,7 +18,7 @@ from jaxattn.plan import Schedule, ScheduleSpec
 
 # One program holds the lengths of all sequences in registers.
 LARGEST_BATCH = 1024
-# Ends of sequences that a program compares at once, to find where attention programs begin.
+# Ends of sequences that a program compares at once, to find where runs begin.
 _COMPARED = 512
 _LARGEST_INT32 = 2**31 - 1
 
@@ -29,7 +29,7 @@ class ScheduleConstants:
 
     # Lanes, one for each sequence.
     sequences: int
-    # Programs of the attention whose first block one program finds.
+    # Runs whose first block one program finds.
     search_rows: int
     # Type of places on the line: int32 where the longest line fits.
     index: Any
@@ -38,8 +38,8 @@ class ScheduleConstants:
 def constants_of(spec: ScheduleSpec) -> ScheduleConstants:
     """Choose the lanes and the types for a schedule."""
     sequences = padded(spec.num_sequences)
-    longest_line = spec.num_blocks * spec.num_kv_heads * (cdiv(spec.capacity, spec.step) + 1)
-    largest = max(longest_line, spec.programs**2, spec.capacity + spec.step)
+    longest_line = spec.num_blocks * spec.heads_in_line * (cdiv(spec.capacity, spec.step) + 1)
+    largest = max(longest_line, spec.runs**2, spec.capacity + spec.step)
     return ScheduleConstants(
         sequences=sequences,
         search_rows=max(1, _COMPARED // sequences),
@@ -58,13 +58,13 @@ def refuse(spec: ScheduleSpec) -> str | None:
 
 def programs_of(spec: ScheduleSpec) -> int:
     """Programs that lay out a schedule."""
-    return cdiv(spec.programs, constants_of(spec).search_rows)
+    return cdiv(spec.runs, constants_of(spec).search_rows)
 
 
 def shapes_of(spec: ScheduleSpec) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The arrays of a `Schedule`, in order."""
     blocks = spec.num_blocks
-    lengths = (blocks, blocks, blocks + 1, spec.programs, 1)
+    lengths = (blocks, blocks, blocks + 1, spec.runs, 1)
     return tuple(jax.ShapeDtypeStruct((n,), jnp.int64) for n in lengths)
 
 
@@ -165,7 +165,7 @@ def lay_out(
     if spec.sliding_window is not None:
         start = tl.minimum(tl.maximum(used - q_len - spec.sliding_window + 1, 0), stop)
         places -= start.to(L.index) // spec.step
-    places = tl.where(live, tl.maximum(places, 1) * spec.num_kv_heads, 0)
+    places = tl.where(live, tl.maximum(places, 1) * spec.heads_in_line, 0)
     end = tl.cumsum(places, 0)  # [S]
     work = tl.sum(places, 0)
 
@@ -181,23 +181,23 @@ def lay_out(
         tl.store(tile_start_ptr, 0)
 
     # As `jaxattn.plan` chooses it.
-    active = tl.minimum(work, spec.programs)
+    active = tl.minimum(work, spec.runs)
     if spec.chunk == 0:
-        units = tl.maximum(blocks, 1) * spec.num_kv_heads
-        units_in_run = (units + spec.programs - 1) // spec.programs
+        units = tl.maximum(blocks, 1) * spec.heads_in_line
+        units_in_run = (units + spec.runs - 1) // spec.runs
         even = tl.where(units % units_in_run == 0, units // units_in_run, 0)
-        even = tl.where(units <= spec.programs, spec.programs // units * units, even)
+        even = tl.where(units <= spec.runs, spec.runs // units * units, even)
         alike = blocks * tl.max(places, 0) == work
-        active = tl.where(alike & (even >= spec.enough_programs), tl.minimum(even, work), active)
+        active = tl.where(alike & (even >= spec.enough_runs), tl.minimum(even, work), active)
     if part == 0:
         tl.store(active_ptr, active.to(tl.int64))
     active = tl.maximum(active, 1)
-    program = part * L.search_rows + tl.arange(0, L.search_rows)  # [SEARCH_ROWS] int64
-    begun = tl.minimum(program.to(L.index), active - 1)
+    run = part * L.search_rows + tl.arange(0, L.search_rows)  # [SEARCH_ROWS] int64
+    begun = tl.minimum(run.to(L.index), active - 1)
     # begun * work // active, without a product longer than the line
     place = begun * (work // active) + begun * (work % active) // active
     passed = live[None, :] & (end[None, :] <= place[:, None])
     found = tl.sum(passed.to(L.index), 1)
     # Without work every place has been passed.
     found = tl.where(work > 0, found, spec.num_blocks - 1)
-    tl.store(first_block_ptr + program, found.to(tl.int64), mask=program < spec.programs)
+    tl.store(first_block_ptr + run, found.to(tl.int64), mask=run < spec.runs)

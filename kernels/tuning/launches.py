@@ -62,7 +62,7 @@ def attention_launches(
         units = spec.num_blocks * spec.num_kv_heads
         if chunk == UNCUT or (kind == "prefill" and units >= _MANY_UNITS * spec.programs):
             # A program a unit keeps neighbours on the same keys at the same time, which then come from the cache.
-            spec = dataclasses.replace(spec, chunk=UNCUT, programs=units)
+            spec = dataclasses.replace(spec, chunk=UNCUT, programs=units, heads_abreast=spec.num_kv_heads)
         return Launch(spec=spec, choice=choice)
 
     if problem.batch_invariant:
@@ -88,13 +88,17 @@ def _spec(
     problem: AttentionProblem, device: Device, choice: TileChoice, chunk: int, min_q_len: int, max_q_len: int
 ) -> ScheduleSpec:
     window = problem.sliding_window
+    kv_heads = problem.k_cache.shape[2]
+    slots = device.cores * choice.programs_per_core
+    abreast = _heads_abreast(kv_heads, slots)
+    runs = max(1, slots // abreast)
     return ScheduleSpec(
         num_sequences=problem.seqused_k.shape[0],
         num_tokens=problem.q.shape[0],
         max_seqlen_q=problem.max_seqlen_q,
         min_q_len=min_q_len,
         max_q_len=max_q_len,
-        num_kv_heads=problem.k_cache.shape[2],
+        num_kv_heads=kv_heads,
         group=problem.group_size,
         capacity=problem.page_table.shape[1] * problem.page_size,
         causal=problem.causal,
@@ -102,10 +106,22 @@ def _spec(
         sliding_window=None if window is None or window >= _LONGEST_WINDOW else window,
         block_rows=choice.block_rows,
         tile=choice.tile,
-        programs=device.cores * choice.programs_per_core,
-        enough_programs=device.cores * choice.programs_per_core * 15 // 16,
+        programs=runs * abreast,
+        heads_abreast=abreast,
+        enough_runs=_enough(runs),
         chunk=chunk,
     )
+
+
+def _heads_abreast(kv_heads: int, slots: int) -> int:
+    """Choose how many KV heads programs walk side by side: the most that leave few of the slots empty."""
+    divisors = (n for n in range(kv_heads, 0, -1) if kv_heads % n == 0)
+    return next(n for n in divisors if slots // n * n >= _enough(slots))
+
+
+def _enough(slots: int) -> int:
+    """So many of the places for programs keep a device as busy as all of them do."""
+    return slots * 15 // 16
 
 
 def _keeps_turns(problem: AttentionProblem, compute: str) -> bool:
