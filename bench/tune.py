@@ -63,11 +63,13 @@ def candidates(shape: shapes.Shape, architecture: str) -> list[TileChoice]:
     kind, rows, kv_bytes = table_of(shape)
     held = next((r for r in (16, 32, 64) if r >= rows), 64)
     block_rows, tiles, warps, turns = (held,), (16, 32, 64, 128), (2, 4, 8), (False,)
+    loops = ({"bare": False}, {"bare": True})
     if kind == "prefill":
         held, block_rows, tiles, warps = 128, (64, 128), (32, 64, 128), (4, 8)
+        loops = ({"bare": True}, {"bare": True, "one_loop": True})
         if kv_bytes == 2 and any(tuning.load(architecture).turns) and compiler_keeps_turns():
             turns = (False, True)
-    grid = itertools.product(block_rows, tiles, warps, (2, 3), turns)
+    grid = itertools.product(block_rows, tiles, warps, (2, 3), turns, loops)
     found = [
         TileChoice(
             head_dim=1 << (shape.head_dim - 1).bit_length(),
@@ -79,8 +81,9 @@ def candidates(shape: shapes.Shape, architecture: str) -> list[TileChoice]:
             stages=stages,
             programs_per_core=1,
             turns=in_turns,
+            **loop,
         )
-        for rows, tile, warp, stages, in_turns in grid
+        for rows, tile, warp, stages, in_turns, loop in grid
         if warp == 8 or not in_turns
     ]
     return [choice for choice in found if _is_plausible(choice)]
@@ -181,8 +184,8 @@ def measure_shape(name: str, options, device) -> list[dict]:
 
 
 def brief(choice: TileChoice) -> str:
-    """A choice in a few characters: rows x tile, warps, stages, programs a core."""
-    mark = "t" if choice.turns else ""
+    """A choice in a few characters: rows x tile, warps, stages, programs a core, turns, loops that know bare tiles."""
+    mark = ("t" if choice.turns else "") + (" 1" if choice.one_loop else " 2" if choice.bare else "")
     return f"{choice.block_rows}x{choice.tile} w{choice.warps} s{choice.stages} p{choice.programs_per_core}{mark}"
 
 

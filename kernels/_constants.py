@@ -46,8 +46,9 @@ class AttentionConstants:
     # Every unit lies within one run, so there are no partial results.
     uncut: bool
     stages: int
-    # Long runs of tiles without any mask are expected, and worth a loop of their own.
+    # Long runs of tiles without any mask are expected, and worth a loop of their own, or a branch within the loop.
     bare_tiles: bool
+    one_loop: bool = False
     # Load two neighbouring columns of an 8-bit V as one element: 16-bit ones can be transposed by hardware.
     paired_values: bool = False
     # Instructions that convert four 8-bit values of K or V at once, empty without; see `triton.walk`.

@@ -224,11 +224,15 @@ def attention_kernel(
             bare = tl.maximum(tl.minimum(bare_last, last) - bare_first, 0)
             # A page id outside the pool is rare: only where there is one are all tiles masked.
             bare = tl.where(all_known(pointers[0], bare_first, bare_first + bare, C), bare, 0)
-            state = walk(fresh, q, scale, rows, span, tree, pointers, first, last, bare_first, bare, C, True)
-            bare_end = bare_first + bare
             acc, peak, total = walk(
-                state, q, scale, rows, span, tree, pointers, bare_first, bare_end, bare_end, 0, C, False
+                fresh, q, scale, rows, span, tree, pointers, first, last, bare_first, bare, C, True
             )
+            if not C.one_loop:
+                bare_end = bare_first + bare
+                acc, peak, total = walk(
+                    (acc, peak, total), q, scale, rows, span, tree, pointers,
+                    bare_first, bare_end, bare_end, 0, C, False,
+                )  # fmt: skip
         else:
             acc, peak, total = walk(
                 fresh, q, scale, rows, span, tree, pointers, first, last, last, 0, C, True

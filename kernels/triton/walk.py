@@ -74,14 +74,15 @@ def walk(
     pointers,
     first,
     last,
-    gap_at,
-    gap,
+    bare_first,
+    bare,
     C: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Fold tiles [first, last) into a softmax state, jumping over `gap` tiles at `gap_at`.
+    """Fold tiles [first, last) into a softmax state.
 
-    Without MASKED every row must see every key of the tiles, and every page of them must lie in the pool.
+    Of the `bare` tiles from `bare_first` every row must see every key, and their pages must lie in the pool. They are
+    jumped over, or with `C.one_loop` walked without masks. Without MASKED all tiles must be such.
     """
     acc, peak, total = state
     start, stop, context = span
@@ -98,10 +99,11 @@ def walk(
         v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
         acc, acc_odd = unzipped(acc, C)
 
-    page = page_ids(table_ptr, tl.where(first >= gap_at, first + gap, first), start, stop, C)
+    gap = bare * 0 if C.one_loop else bare
+    page = page_ids(table_ptr, tl.where(first >= bare_first, first + gap, first), start, stop, C)
     for index in tl.range(first, last - gap, num_stages=C.stages):
-        tile = tl.where(index >= gap_at, index + gap, index)
-        next_tile = tl.where(index + 1 >= gap_at, index + 1 + gap, index + 1)
+        tile = tl.where(index >= bare_first, index + gap, index)
+        next_tile = tl.where(index + 1 >= bare_first, index + 1 + gap, index + 1)
         key = tile * C.tile + tl.arange(0, C.tile)  # [TILE]
         known = known_keys(page, C)
         current = page
@@ -115,7 +117,11 @@ def walk(
         if C.modified:
             score = modified(score * scale[:, None], rows, key_position, C)
         if MASKED:
-            score = masked(score, rows, key, key_position, known, context, tree, C)
+            if C.one_loop:
+                if (tile < bare_first) | (tile >= bare_first + bare):
+                    score = masked(score, rows, key, key_position, known, context, tree, C)
+            else:
+                score = masked(score, rows, key, key_position, known, context, tree, C)
         weight, peak, decay = weights(score, peak, unit, C)
         total = total * decay + tl.sum(weight, 1)
         acc = acc * decay[:, None]

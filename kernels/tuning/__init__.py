@@ -58,8 +58,9 @@ class TileChoice:
     warps: int
     stages: int
     programs_per_core: int
-    # Walk the tiles that need no mask in a loop of their own.
+    # Walk the tiles that need no mask in a loop of their own, or without masks in the one loop of all tiles.
     bare: bool = False
+    one_loop: bool = False
     # Two halves of a program take turns; pays for sequences of some length.
     turns: bool = False
     min_keys: int = 0
@@ -67,6 +68,8 @@ class TileChoice:
     def __post_init__(self):
         if self.turns and self.warps != 8:
             raise ValueError(f"warps: expected 8, two halves of four that take turns, got {self.warps}")
+        if self.one_loop and not self.bare:
+            raise ValueError("one_loop: expected bare as well, for there is one loop without it")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
