@@ -16,7 +16,7 @@ from jaxattn.checks import attention_problem
 from jaxattn.errors import UnsupportedError
 from jaxattn.index64 import index64
 from jaxattn.kernels import tuning
-from jaxattn.kernels.tuning.launches import attention_launches
+from jaxattn.kernels.tuning.launches import attention_launches, heads_abreast
 
 interpreted = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="sizes and settings are those of the interpreter"
@@ -97,9 +97,29 @@ def test_p45_the_sink_joins_the_denominator_once_however_the_window_is_cut(kerne
     np.testing.assert_allclose(lse[0], np.log(keys + np.e), rtol=1e-6)
 
 
+@interpreted
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(("cores", "abreast"), [(4, 3), (5, 2), (7, 6), (16, 3)])
+def test_heads_that_walk_a_run_side_by_side(kernels, cores, abreast, batch_invariant):
+    assert heads_abreast(6, cores) == abreast
+    case = cases.Case(
+        mode="decode",
+        lengths=((1, 3), (1, 90), (0, 0), (1, 41)),
+        heads=12,
+        kv_heads=6,
+        options={"batch_invariant": batch_invariant},
+    )
+    problem = cases.build(case)
+    out, lse = run_with(kernels, problem, cores=cores)
+    np.testing.assert_allclose(out, problem.out, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(lse, problem.lse, rtol=2e-6)
+
+
+# In the interpreter, widths up to 64 walk tiles without masks in a loop of their own, wider ones do not.
+@pytest.mark.parametrize("width", [16, 80])
 @pytest.mark.parametrize("page", [-1, 10**6, 2**40])
-def test_p14_an_unknown_page_among_tiles_without_masks_is_masked_out(kernels, page):
-    case = cases.Case(lengths=((40, 150),), heads=4, kv_heads=1, width=16, page_size=4, padding_rows=0)
+def test_p14_an_unknown_page_among_tiles_without_masks_is_masked_out(kernels, page, width):
+    case = cases.Case(lengths=((40, 150),), heads=4, kv_heads=1, width=width, page_size=4, padding_rows=0)
     problem = cases.build(case)
     # One page more at the front, full of NaN: what an unmasked read of an unknown page would find.
     k_cache, v_cache = (

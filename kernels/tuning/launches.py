@@ -90,7 +90,7 @@ def _spec(
     window = problem.sliding_window
     kv_heads = problem.k_cache.shape[2]
     slots = device.cores * choice.programs_per_core
-    abreast = _heads_abreast(kv_heads, slots)
+    abreast = heads_abreast(kv_heads, slots)
     runs = max(1, slots // abreast)
     return ScheduleSpec(
         num_sequences=problem.seqused_k.shape[0],
@@ -113,7 +113,7 @@ def _spec(
     )
 
 
-def _heads_abreast(kv_heads: int, slots: int) -> int:
+def heads_abreast(kv_heads: int, slots: int) -> int:
     """Choose how many KV heads programs walk side by side: the most that leave few of the slots empty."""
     divisors = (n for n in range(kv_heads, 0, -1) if kv_heads % n == 0)
     return next(n for n in divisors if slots // n * n >= _enough(slots))
