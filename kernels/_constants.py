@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from jaxattn.index64 import cdiv
+
 # Numbers of stored formats; 0 means that the compiler converts the type itself.
 CODES = {
     "float8_e4m3fn": 1,
@@ -15,7 +17,7 @@ CODES = {
     "float32": 0,
 }
 # What a reduction must know of the unit that a run begins and does not end: its pieces, q_start, q_len, first packed
-# row, KV head, and the program of that run. A unit that no run cuts has no pieces.
+# row, KV head, and where partial results of that run are. A unit that no run cuts has no pieces.
 CUT_UNIT_FIELDS = 8
 
 
@@ -131,9 +133,19 @@ class AttentionConstants:
         return self.pages_in_tile <= max(1, self.scalar_pages)
 
     @property
+    def runs(self) -> int:
+        """Upper bound of the runs that the line of work is cut into."""
+        return self.programs // self.heads_abreast
+
+    @property
     def heads_in_line(self) -> int:
         """How often a block is on the line of work."""
         return self.num_kv_heads // self.heads_abreast
+
+    @property
+    def longest_line(self) -> int:
+        """Upper bound of the places of the line where the cut points are fixed."""
+        return self.num_blocks * self.heads_in_line * cdiv(self.capacity, self.chunk)
 
     @property
     def units(self) -> int:

@@ -234,8 +234,7 @@ def _partial_shapes(constants: AttentionConstants) -> tuple[jax.ShapeDtypeStruct
     if constants.uncut:
         slots = 1
     elif constants.chunk:
-        pieces = cdiv(constants.capacity, constants.chunk)
-        slots = constants.units * pieces
+        slots = constants.heads_abreast * constants.longest_line
     rows = (slots, constants.stored_rows)
     described = 1 if constants.chunk else min(constants.units, constants.programs)
     return (

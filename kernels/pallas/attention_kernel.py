@@ -58,7 +58,9 @@ def attention_kernel(
         program = C.programs - 1 - program
     if C.fill:
         fill_unowned_rows(cu_seqlens_q, out, lse, program, C)
-    run, first_head = quotient(program, C.heads_abreast), remainder(program, C.heads_abreast)
+    run, lane = quotient(program, C.heads_abreast), remainder(program, C.heads_abreast)
+    # Pieces of a unit lie one after another.
+    place = lane * C.runs + run
     work = load(tile_start, np.int64(C.num_blocks))
     if C.uncut:
         # Each block is one place of the line.
@@ -76,7 +78,7 @@ def attention_kernel(
 
     def attend(state):
         position, number = state
-        unit = find_unit(tile_start, number, position, first_head, C)
+        unit = find_unit(tile_start, number, position, lane, C)
         begun = position - unit.start
         done = jnp.minimum(end - unit.start, unit.places)
         if C.chunk > 0:
@@ -102,18 +104,18 @@ def attention_kernel(
             store_partial(state, slot, block.live, partial_acc, partial_peak, partial_total, C)
 
         def suspend_run():
-            suspend(2 * program + (begun == 0))
+            suspend(2 * place + (begun == 0))
 
             @pl.when(begun == 0)
             def _describe():
                 pieces = quotient((unit.start + unit.places) * active - 1, work) - run + 1
-                fields = (pieces, block.q_start, block.q_len, first_row, unit.kv_head, program)
+                fields = (pieces, block.q_start, block.q_len, first_row, unit.kv_head, place)
                 store_numbers(cut_unit, described * CUT_UNIT_FIELDS, fields)
 
         if C.uncut:
             finish()
         elif C.chunk > 0:
-            suspend(position * C.heads_abreast + first_head)
+            suspend(lane * C.longest_line + position)
         else:
             lax.cond(done - begun == unit.places, finish, suspend_run)
         position = unit.start + done

@@ -49,21 +49,19 @@ class Unit(NamedTuple):
     block_end: Any
 
 
-def find_unit(tile_start, block, position, first_head, C: AttentionConstants) -> Unit:
-    """Find the unit that a position on the line belongs to, in a program whose first KV head is given."""
+def find_unit(tile_start, block, position, lane, C: AttentionConstants) -> Unit:
+    """Find the unit that a position on the line belongs to, in the program of a lane of the heads abreast."""
     if C.uncut:
         # Each block is one place of the line.
-        return Unit(block, first_head, block, jnp.ones_like(block), block + 1)
+        return Unit(block, lane, block, jnp.ones_like(block), block + 1)
     block_start = load(tile_start, block)
     block_end = load(tile_start, block + 1)
     places = block_end - block_start
     if C.heads_in_line == 1:
-        return Unit(block, first_head, block_start, places, block_end)
+        return Unit(block, lane, block_start, places, block_end)
     places = quotient(places, C.heads_in_line)
     passed = quotient(position - block_start, jnp.maximum(places, 1))
-    return Unit(
-        block, first_head + passed * C.heads_abreast, block_start + passed * places, places, block_end
-    )
+    return Unit(block, lane + passed * C.heads_abreast, block_start + passed * places, places, block_end)
 
 
 def read_block(

@@ -54,8 +54,9 @@ def reduce_kernel(
         block, kv_head = quotient(place, C.num_kv_heads), remainder(place, C.num_kv_heads)
         block_start = load(tile_start, block)
         count = quotient(load(tile_start, block + 1) - block_start, C.heads_in_line)
-        unit_start = block_start + quotient(kv_head, C.heads_abreast) * count
-        first_slot = unit_start * C.heads_abreast + remainder(kv_head, C.heads_abreast)
+        first_slot = remainder(kv_head, C.heads_abreast) * C.longest_line + block_start
+        if C.heads_in_line > 1:
+            first_slot = first_slot + quotient(kv_head, C.heads_abreast) * count
         sequence = load(block_sequence, block)
         q_start = load(cu_seqlens_q, sequence)
         q_len = load(cu_seqlens_q, sequence + 1) - q_start
@@ -74,12 +75,12 @@ def reduce_kernel(
             )
             skipped = remainder(quotient(start, C.chunk), PARTIALS)
     else:
-        count, q_start, q_len, first_packed, kv_head, first_program = (
+        count, q_start, q_len, first_packed, kv_head, first_place = (
             load(cut_unit, place * CUT_UNIT_FIELDS + field) for field in range(6)
         )
         # They are below those numbers, which says that they fit any offset.
         kv_head = remainder(kv_head, C.num_kv_heads)
-        first_slot = 2 * remainder(first_program, C.programs)
+        first_slot = 2 * remainder(first_place, C.programs)
         if C.described_by_unit:
             # Units of no live block are described by nobody.
             block = quotient(place, C.num_kv_heads)
@@ -92,10 +93,10 @@ def reduce_kernel(
     def step(partials, turn, state):
         acc, peak, total = state
         index = turn * partials - skipped + jnp.arange(partials, dtype=jnp.int64)  # [PARTIALS]
-        slot = first_slot + index * C.heads_abreast
+        slot = first_slot + index
         if C.chunk == 0:
             # The run in which the unit begins stores it second, the later ones store it first.
-            slot = slot + index * C.heads_abreast + (index == 0)
+            slot = slot + index + (index == 0)
         stored = ((index >= 0) & (index < count))[:, None] & live[None, :]  # [PARTIALS, ROWS]
         at = slot[:, None] * C.stored_rows + block_row[None, :]
         peaks = load(partial_peak, at, stored, -jnp.inf)

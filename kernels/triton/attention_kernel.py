@@ -127,6 +127,7 @@ def attention_kernel(
         fill_unowned_rows(cu_seqlens_q_ptr, out_ptr, lse_ptr, program, C)
     work = tl.load(tile_start_ptr + C.num_blocks)
     run = program // C.heads_abreast
+    lane = program % C.heads_abreast
     if C.uncut:
         # Each block is one place of the line.
         active = work
@@ -156,7 +157,7 @@ def attention_kernel(
             block_end = tl.load(tile_start_ptr + block + 1)
         tiles = block_end - block_start
         unit_start = block_start
-        kv_head = program % C.heads_abreast
+        kv_head = lane
         if C.heads_in_line > 1:
             tiles = tiles // C.heads_in_line
             passed = (position - block_start) // tiles
@@ -248,16 +249,17 @@ def attention_kernel(
                 (sinks_ptr, v_descale_ptr, output_scale_ptr), (out_ptr, lse_ptr), C,
             )  # fmt: skip
         else:
-            slot = 2 * program + (begun == 0).to(tl.int64)
+            # Pieces of a unit lie one after another.
+            slot = 2 * (lane * C.runs + run) + (begun == 0).to(tl.int64)
             if C.chunk > 0:
-                slot = position * C.heads_abreast + kv_head % C.heads_abreast
+                slot = lane * C.longest_line + position
             elif begun == 0:
                 tl.store(field, ((unit_start + tiles) * active - 1) // work - run + 1)
                 tl.store(field + 1, q_start)
                 tl.store(field + 2, q_len)
                 tl.store(field + 3, first_row)
                 tl.store(field + 4, kv_head)
-                tl.store(field + 5, program)
+                tl.store(field + 5, lane * C.runs + run)
             store_partial(
                 acc, peak, total, slot, live, partial_acc_ptr, partial_peak_ptr, partial_total_ptr, C
             )

@@ -45,8 +45,9 @@ def reduce_kernel(
         kv_head = place % C.num_kv_heads
         block_start = tl.load(tile_start_ptr + block)
         count = (tl.load(tile_start_ptr + block + 1) - block_start) // C.heads_in_line
-        unit_start = block_start + kv_head // C.heads_abreast * count
-        first_slot = unit_start * C.heads_abreast + kv_head % C.heads_abreast
+        first_slot = kv_head % C.heads_abreast * C.longest_line + block_start
+        if C.heads_in_line > 1:
+            first_slot += kv_head // C.heads_abreast * count
         sequence = tl.load(block_sequence_ptr + block)
         q_start = tl.load(cu_seqlens_q_ptr + sequence)
         q_len = tl.load(cu_seqlens_q_ptr + sequence + 1) - q_start
@@ -113,10 +114,10 @@ def merged(
     total = tl.full([ROWS], 0.0, tl.float32)
     for first in range(-skipped, count, PARTIALS):
         index = first + tl.arange(0, PARTIALS)  # [PARTIALS] int64
-        slot = first_slot + index * C.heads_abreast
+        slot = first_slot + index
         if C.chunk == 0:
             # The run in which the unit begins stores it second, the later ones store it first.
-            slot += index * C.heads_abreast + (index == 0).to(tl.int64)
+            slot += index + (index == 0).to(tl.int64)
         stored = ((index >= 0) & (index < count))[:, None] & live[None, :]  # [PARTIALS, ROWS]
         at = slot[:, None] * C.stored_rows + block_row[None, :]
         peaks = tl.load(partial_peak_ptr + at, mask=stored, other=float("-inf"))
