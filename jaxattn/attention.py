@@ -76,7 +76,9 @@ def unified_attention(
             saturate, int8 rounds to nearest even.
         return_lse: also return the natural log-sum-exp of each row, the sink included.
         batch_invariant: make the bits of a row independent of its batch, and of whether decode, verify or draft
-            extend computes it. Rows of a prefill, which takes other tiles, may differ from those in the last bit.
+            extend computes it. A row of a draft tree has the bits that decode gives it once its path follows the
+            prefix; rows of a tree do not share the keys that they read then. Rows of a prefill, which takes other
+            tiles, may differ from those in the last bit.
         implementation: `"triton"`, `"pallas"`, `"xla"`, `"reference"`, or several of them to be tried in order.
             By default Triton, else Pallas, else XLA, on a GPU and XLA on a CPU.
         config: switches that may route a mode to the dense path, see `jaxattn.routing`; None for no routing.

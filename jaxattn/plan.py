@@ -47,6 +47,7 @@ class ScheduleSpec:
     causal: bool
     tree: bool
     sliding_window: int | None
+    # Query rows of a block, and keys of a tile.
     block_rows: int
     tile: int
     programs: int

@@ -50,6 +50,11 @@ class AttentionProblem:
         return self.q.shape[1] // self.k_cache.shape[2]
 
     @property
+    def path_keys(self) -> bool:
+        """Whether a tree's row takes the keys of its path in their order, as decode will: bits are the same then."""
+        return self.batch_invariant and self.ancestors is not None
+
+    @property
     def page_size(self) -> int:
         """Tokens in a page."""
         return self.k_cache.shape[1]

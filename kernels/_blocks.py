@@ -56,6 +56,8 @@ def query_rows(
     position = index
     if problem.depths is not None:
         position = context[:, None] + problem.depths[token].astype(jnp.int64)
+    if problem.path_keys:
+        index = position
     return QueryRows(sequence, context, live, token, index, position)
 
 
@@ -119,10 +121,42 @@ def gather_keys(
     return KeyTile(key, live, gather(problem.k_cache), gather(problem.v_cache))
 
 
+def gather_path_keys(
+    problem: AttentionProblem,
+    rows: QueryRows,
+    first_page: Int64[Array, "B"],
+    pages: int,
+    start: Int64[Array, "B"],
+    stop: Int64[Array, "B"],
+) -> KeyTile:
+    """Gather keys as `gather_keys` does, for one row a block: behind the prefix come the keys of the row's path."""
+    assert problem.ancestors is not None
+    num_pages, page_size = problem.k_cache.shape[:2]
+    key = first_page[:, None] * page_size + jnp.arange(pages * page_size, dtype=jnp.int64)  # [B, L]
+    words = problem.ancestors[rows.token[:, 0]]  # [B, W]
+    node = jnp.arange(64 * words.shape[1], dtype=jnp.int64)
+    bits = (words[:, node // 64] >> (node % 64).astype(jnp.uint64)) & jnp.uint64(1)  # [B, nodes]
+    order = jnp.where(bits != 0, jnp.cumsum(bits.astype(jnp.int64), axis=1) - 1, -1)
+    ahead = key - rows.context[:, None]
+    here = (order[:, None] == ahead[..., None]) & (bits != 0)[:, None]  # [B, L, nodes]
+    index = jnp.where(ahead < 0, key, rows.context[:, None] + jnp.argmax(here, axis=2))
+    live = (key >= start[:, None]) & (key < stop[:, None]) & ((ahead < 0) | here.any(axis=2))
+    page = take_or_padding(problem.page_table, rows.sequence[:, None], jnp.where(live, index // page_size, 0))
+    live &= (page >= 0) & (page < num_pages)
+    page, slot = jnp.where(live, page, 0), jnp.where(live, index % page_size, 0)
+
+    def gather(cache):
+        cache, pages, slots = jax.lax.optimization_barrier((cache, page, slot))
+        values = cache.at[pages, slots].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        return jnp.where(live[..., None, None], values.astype(jnp.float32), jnp.float32(0))
+
+    return KeyTile(key, live, gather(problem.k_cache), gather(problem.v_cache))
+
+
 def _key_positions(
     problem: AttentionProblem, rows: QueryRows, key: Int64[Array, "B L"]
 ) -> Int64[Array, "B L"]:
-    if problem.depths is None:
+    if problem.depths is None or problem.path_keys:
         return key
     node = key - rows.context[:, None]
     token = problem.cu_seqlens_q[rows.sequence][:, None] + node
@@ -157,7 +191,7 @@ def masked_scores(
     visible = rows.live[:, :, None] & tile.live[:, None, :]  # [B, Q, L]
     if problem.causal:
         visible &= tile.key[:, None, :] <= rows.index[:, :, None]
-    if problem.ancestors is not None:
+    if problem.ancestors is not None and not problem.path_keys:
         visible &= _is_ancestor(problem.ancestors, rows, tile.key)
     if problem.sliding_window is not None or problem.alibi_slopes is not None:
         distance = rows.position[:, :, None] - _key_positions(problem, rows, tile.key)[:, None, :]

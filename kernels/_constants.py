@@ -37,6 +37,8 @@ class AttentionConstants:
 
     # The schedule: blocks of rows, tiles of keys, programs, KV heads side by side; see `jaxattn.plan`.
     block_rows: int
+    # Rows of a tile that a block fills.
+    rows_in_block: int
     tile: int
     programs: int
     heads_abreast: int
@@ -69,6 +71,8 @@ class AttentionConstants:
     window: int = 0
     softcap: float = 0.0
     tree_words: int = 0
+    # A block is one node of a tree, and its draft keys are those of its path, in order, as if they followed the prefix.
+    path_keys: bool = False
     sinks: bool = False
     alibi: bool = False
     q_descale: bool = False
@@ -122,15 +126,22 @@ class AttentionConstants:
 
     @property
     def pages_in_tile(self) -> int:
-        """Page ids that a tile of keys needs; one for each key where tiles and pages do not nest."""
+        """Page ids that a tile of keys needs; one for each key where tiles and pages do not nest, or for a path."""
+        if self.path_keys:
+            return self.tile
         if self.page_size % self.tile == 0:
             return 1
         return self.tile // self.page_size if self.tile % self.page_size == 0 else self.tile
 
     @property
+    def padded_nodes(self) -> int:
+        """Draft nodes that the words of a tree have bits for."""
+        return padded(64 * self.tree_words)
+
+    @property
     def few_pages(self) -> bool:
         """Whether each page id of a tile is a number of its own rather than an element of a tensor."""
-        return self.pages_in_tile <= max(1, self.scalar_pages)
+        return not self.path_keys and self.pages_in_tile <= max(1, self.scalar_pages)
 
     @property
     def runs(self) -> int:

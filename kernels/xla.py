@@ -116,9 +116,11 @@ def _attend_rows(
 
     def step(tile, state, *, first_page, tile_pages):
         maximum, total, weighted = state
-        keys = _blocks.gather_keys(
-            problem, rows.sequence, first_page + tile * tile_pages, tile_pages, start, stop
-        )
+        places = first_page + tile * tile_pages, tile_pages, start, stop
+        if problem.path_keys:
+            keys = _blocks.gather_path_keys(problem, rows, *places)
+        else:
+            keys = _blocks.gather_keys(problem, rows.sequence, *places)
         scores = _blocks.masked_scores(problem, rows, q, keys, heads_together)
         new_maximum = jnp.maximum(maximum, scores.max(axis=-1))
         shift = _output.finite_or_zero(new_maximum)

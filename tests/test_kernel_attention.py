@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import importlib.util
+import itertools
 
 import cases
 import jax
@@ -197,6 +198,83 @@ def test_batch_invariant_rows_have_the_same_bits_alone_in_a_batch_in_decode_and_
         decode = batch_invariant_rows(kernels, [(1, 128 + row)], [data], options)
         for a, b in zip(decode, verify, strict=True):
             assert np.array_equal(a[0], b[row])
+
+
+def decode_of_each_node(problem: cases.Problem) -> cases.Problem:
+    """The rows of a verify pass over trees, each as a sequence of its own whose path follows the prefix."""
+    batch, page_size = problem.metadata, problem.metadata.page_size
+    table = np.asarray(batch.page_table)
+    starts, used = np.asarray(batch.cu_seqlens_q), np.asarray(batch.seqused_k)
+    bits = np.asarray(batch.ancestors)
+    caches, rows, lengths = ([], []), [], []
+    for sequence, (begin, end) in enumerate(itertools.pairwise(starts.tolist())):
+        context = int(used[sequence]) - (end - begin)
+        pages = table[sequence, : -(-int(used[sequence]) // page_size)]
+        for row in range(begin, end):
+            path = [node for node in range(end - begin) if int(bits[row, node // 64]) >> node % 64 & 1]
+            for cache, copies in zip((problem.k_cache, problem.v_cache), caches, strict=True):
+                # What a window has passed may be no page at all.
+                inside = (pages >= 0) & (pages < len(cache))
+                keys = cache[np.where(inside, pages, 0)]
+                keys[~inside] = np.nan
+                keys = keys.reshape(-1, *cache.shape[2:])
+                moved = np.full_like(keys, np.nan)
+                moved[:context] = keys[:context]
+                moved[context : context + len(path)] = keys[[context + node for node in path]]
+                copies.append(moved.reshape(-1, page_size, *cache.shape[2:]))
+            rows.append(row)
+            lengths.append((1, context + len(path)))
+    columns = max(map(len, caches[0]))
+    ids = np.full((len(rows), columns), -1)
+    first = 0
+    for number, copy in enumerate(caches[0]):
+        ids[number, : len(copy)] = np.arange(first, first + len(copy))
+        first += len(copy)
+    return dataclasses.replace(
+        problem,
+        q=problem.q[rows],
+        k_cache=np.concatenate(caches[0]),
+        v_cache=np.concatenate(caches[1]),
+        metadata=cases.make_metadata(ids, tuple(lengths), page_size=page_size, mode="decode"),
+    )
+
+
+@pytest.mark.parametrize("implementation", [pytest.param("triton", marks=needs_triton), "pallas", "xla"])
+@pytest.mark.parametrize(
+    ("page_size", "dtype", "options"),
+    [
+        (1, "bfloat16", {}),
+        (16, "bfloat16", {}),
+        (3, "float32", {"sliding_window": 20}),
+        (16, "float32", {"softcap": 2.0}),
+        (64, "bfloat16", {"width": 64}),
+        # More nodes than a word has bits, and more heads to a group than a tile has rows.
+        (4, "float32", {"heads": 24, "kv_heads": 1, "nodes": 66}),
+    ],
+)
+def test_batch_invariant_rows_of_trees_have_the_bits_that_decode_gives_them(
+    implementation, page_size, dtype, options
+):
+    options = dict(options)
+    shapes = {name: options.pop(name) for name in ("heads", "kv_heads", "width") if name in options}
+    nodes = options.pop("nodes", 7)
+    case = cases.Case(
+        mode="verify",
+        lengths=((nodes, 29 + nodes), (nodes, 94 + nodes), (nodes, nodes))[: 1 if nodes > 64 else 3],
+        **{"heads": 6, **shapes},
+        page_size=page_size,
+        dtype=dtype,
+        tree=-(-nodes // 64),
+        padding_rows=0,
+        alibi="sliding_window" in options,
+        options={"batch_invariant": True, **options},
+    )
+    problem = cases.build(case)
+    cases.check(problem, implementation)
+    verify = cases.run(problem, implementation)
+    decode = cases.run(decode_of_each_node(problem), implementation)
+    for ours, theirs in zip(verify, decode, strict=True):
+        assert np.array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
 
 
 def test_a_batch_of_long_and_short_sequences_schedules_each_once():

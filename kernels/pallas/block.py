@@ -20,6 +20,8 @@ class Block(NamedTuple):
     # First row of the sequence in the token buffer, and their number.
     q_start: Any
     q_len: Any
+    # First query token of the block, counted within its sequence.
+    first_token: Any
     # Position of the sequence's first row.
     context: Any
     # The keys that the block can see.
@@ -76,13 +78,13 @@ def read_block(
 ) -> tuple[Block, Any]:
     """Describe the rows of a unit; the second result is the first of them among those of its sequence."""
     sequence = load(block_sequence, unit.block)
-    first_row = load(block_index, unit.block) * C.block_rows
+    first_row = load(block_index, unit.block) * C.rows_in_block
     q_start = load(cu_seqlens_q, sequence)
     q_len = load(cu_seqlens_q, sequence + 1) - q_start
     used = load(seqused_k, sequence)
     context = used - q_len
     first_token = quotient(first_row, C.group)
-    last_token = jnp.minimum(quotient(first_row + (C.block_rows - 1), C.group), q_len - 1)
+    last_token = jnp.minimum(quotient(first_row + (C.rows_in_block - 1), C.group), q_len - 1)
     start, stop = key_range(
         context,
         jnp.minimum(used, C.capacity),
@@ -99,13 +101,18 @@ def read_block(
     packed = first_row + jnp.arange(C.block_rows, dtype=jnp.int64)  # [BM]
     token = quotient(packed, C.group)
     live = token < q_len
+    if C.rows_in_block < C.block_rows:
+        live = live & (jnp.arange(C.block_rows) < C.rows_in_block)
     row = q_start + jnp.minimum(token, q_len - 1)
     head = unit.kv_head * C.group + remainder(packed, C.group)
     token = token.astype(jnp.int32)
     position = context + token
-    limit = jnp.minimum(position, stop - 1) if C.causal else jnp.broadcast_to(stop - 1, token.shape)
+    last_seen = position
     if C.tree_words > 0:
         position = context + load(depths, row)
+    if C.path_keys:
+        last_seen = position
+    limit = jnp.minimum(last_seen, stop - 1) if C.causal else jnp.broadcast_to(stop - 1, token.shape)
     bare_start, bare_stop = start, stop
     if C.tree_words > 0:
         bare_stop = jnp.minimum(stop, context)
@@ -119,6 +126,7 @@ def read_block(
         kv_head=unit.kv_head,
         q_start=q_start,
         q_len=q_len.astype(jnp.int32),
+        first_token=first_token,
         context=context,
         start=start,
         stop=stop,

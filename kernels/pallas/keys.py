@@ -2,17 +2,46 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxattn.kernels._constants import AttentionConstants
 from jaxattn.kernels.pallas.arithmetic import quotient, remainder
+from jaxattn.kernels.pallas.block import Block
 from jaxattn.kernels.pallas.memory import load
 
 
-def page_ids(page_table, row, tile, start, stop, C: AttentionConstants):
+def path_of(ancestors, row, C: AttentionConstants):
+    """For each draft node of a sequence, how many nodes of the path to `row` come before it; -1 beside the path."""
+    node = jnp.arange(C.padded_nodes, dtype=jnp.int64)
+    word = load(ancestors, row * C.tree_words + quotient(node, 64), node < 64 * C.tree_words)
+    bit = (lax.shift_right_logical(word, remainder(node, 64).astype(jnp.uint64)) & 1).astype(jnp.int32)
+    return jnp.where(bit != 0, lax.cumsum(bit) - 1, -1)
+
+
+def path_rows(page_table, row, tile, block: Block, path, C: AttentionConstants):
+    """Rows of the pool where the keys of a tile are, -1 without one: the prefix, then the path as if it followed."""
+    key = tile * C.tile + jnp.arange(C.tile, dtype=jnp.int32)  # [TILE]
+    ahead = key - block.context
+    here = path[None, :] == ahead[:, None]  # [TILE, nodes]
+    node = jnp.arange(C.padded_nodes, dtype=jnp.int32)
+    node = jnp.sum(jnp.where(here, node[None, :] + 1, 0), 1) - 1
+    index = jnp.where(ahead < 0, key, jnp.where(node < 0, -1, block.context + node))
+    live = (index >= 0) & (index < block.stop)
+    index = jnp.where(live, index, 0)
+    page = load(page_table, row + quotient(index, C.page_size).astype(jnp.int64), live, -1)
+    known = (page >= 0) & (page < C.num_pages)
+    return jnp.where(known, page * C.page_size + remainder(index, C.page_size).astype(jnp.int64), -1)
+
+
+def page_ids(page_table, row, tile, block: Block, path, C: AttentionConstants):
     """Pages that a tile of keys needs: a list of scalars where they are few, else an array, one for each page or key.
 
-    The row of the table begins at `row`. What pages are where no key of them is in [start, stop) means nothing.
+    The row of the table begins at `row`. What pages are where no key of them is in [start, stop) means nothing. Keys of
+    a path have their rows of the pool in the place of pages.
     """
+    start, stop = block.start, block.stop
+    if C.path_keys:
+        return path_rows(page_table, row, tile, block, path, C)
     if C.few_pages:
         first = quotient(tile, C.page_size // C.tile) if C.page_size % C.tile == 0 else tile * C.pages_in_tile
         return [
@@ -42,13 +71,15 @@ def per_key(of_page, C: AttentionConstants):
         for number, value in enumerate(others, 1):
             of_key = jnp.where(jnp.arange(C.tile, dtype=jnp.int32) >= number * C.page_size, value, of_key)
         return of_key
-    if C.tile % C.page_size == 0:
+    if C.tile % C.page_size == 0 and not C.path_keys:
         return jnp.broadcast_to(of_page[:, None], (C.pages_in_tile, C.page_size)).reshape(C.tile)
     return of_page
 
 
 def pool_rows(page, tile, C: AttentionConstants):
     """Row in the pool, in tokens, of each key of a tile; those of unknown pages lie in page 0. `[TILE]` int64."""
+    if C.path_keys:
+        return jnp.maximum(page, 0)
     lane = jnp.arange(C.tile, dtype=jnp.int32)
     if C.tile % C.page_size == 0:
         in_page = remainder(lane, C.page_size)
@@ -64,4 +95,6 @@ def pool_rows(page, tile, C: AttentionConstants):
 
 def are_known(page, C: AttentionConstants):
     """Whether page ids lie in the pool."""
+    if C.path_keys:
+        return page >= 0
     return jax.tree.map(lambda page: (page >= 0) & (page < C.num_pages), page)

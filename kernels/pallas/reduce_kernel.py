@@ -60,7 +60,7 @@ def reduce_kernel(
         sequence = load(block_sequence, block)
         q_start = load(cu_seqlens_q, sequence)
         q_len = load(cu_seqlens_q, sequence + 1) - q_start
-        first_packed = load(block_index, block) * C.block_rows
+        first_packed = load(block_index, block) * C.rows_in_block
         if C.window > 0:
             used = load(seqused_k, sequence)
             first_token = quotient(first_packed, C.group)

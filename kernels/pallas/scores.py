@@ -21,8 +21,8 @@ def tanh(x):
 
 
 def key_positions(key, block: Block, depths, C: AttentionConstants):
-    """What the window and ALiBi measure to: the key's index, or context + depth for a draft node of a tree."""
-    if C.tree_words == 0 or not (C.window > 0 or C.alibi):
+    """What the window and ALiBi measure to: the key's index, or context + depth for a draft node among others."""
+    if C.tree_words == 0 or C.path_keys or not (C.window > 0 or C.alibi):
         return key
     node = key - block.context
     draft = (node >= 0) & (node < block.q_len)
@@ -45,7 +45,7 @@ def masked(score, block: Block, key, key_position, known, ancestors, C: Attentio
     visible = (key[None, :] <= block.limit[:, None]) & known[None, :]  # [BM, TILE]
     if C.window > 0:
         visible = visible & (key_position[None, :] >= block.position[:, None] - (C.window - 1))
-    if C.tree_words > 0:
+    if C.tree_words > 0 and not C.path_keys:
         # Integers, because a compiler that moves this mask through shared memory cannot store single bits.
         visible = lax.cond(
             jnp.max(key) >= block.context,

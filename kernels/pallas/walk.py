@@ -10,7 +10,7 @@ from jax import lax
 from jaxattn.kernels._constants import AttentionConstants
 from jaxattn.kernels.pallas.block import Block
 from jaxattn.kernels.pallas.formats import decode, decode_pair, unpack
-from jaxattn.kernels.pallas.keys import are_known, hidden_zero, page_ids, per_key, pool_rows
+from jaxattn.kernels.pallas.keys import are_known, hidden_zero, page_ids, path_of, per_key, pool_rows
 from jaxattn.kernels.pallas.memory import load, load_pairs
 from jaxattn.kernels.pallas.scores import LOG2E, key_positions, masked, modified
 
@@ -56,6 +56,7 @@ def walk(
     parts = 2 if C.paired_values else 1
     unit = jnp.full((C.block_rows,), LOG2E, jnp.float32) if C.modified else scale * LOG2E
     table_row = block.sequence * C.table_width + hidden_zero()
+    path = path_of(ancestors, block.q_start + block.first_token, C) if C.path_keys else None
 
     def step(tile, state):
         acc, peak, total, page = state
@@ -64,7 +65,7 @@ def walk(
         pages_known = are_known(page, C)
         known = per_key(pages_known, C)
         # The ids of the next tile, so that its K and V can be fetched ahead without waiting for them.
-        page = page_ids(page_table, table_row, tile + 1, block.start, block.stop, C)
+        page = page_ids(page_table, table_row, tile + 1, block, path, C)
 
         k = key_tiles(k_cache, row, block.kv_head, C)
         first_part, *others = (product(rows, keys, (1, 1)) for rows, keys in zip(q, k, strict=True))
@@ -108,7 +109,7 @@ def walk(
             (jnp.zeros((C.block_rows, C.padded_value_dim // parts), jnp.float32),) * parts,
             jnp.full((C.block_rows,), -jnp.inf, jnp.float32),
             jnp.zeros((C.block_rows,), jnp.float32),
-            page_ids(page_table, table_row, first, block.start, block.stop, C),
+            page_ids(page_table, table_row, first, block, path, C),
         ),
     )
     acc = jnp.stack(acc, -1).reshape(C.block_rows, C.padded_value_dim) if C.paired_values else acc[0]

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from jaxattn.kernels import _constants
 from jaxattn.kernels.triton.formats import decode, stored_pointer
-from jaxattn.kernels.triton.keys import all_known, bare_range, hidden_zero, key_range
+from jaxattn.kernels.triton.keys import all_known, bare_range, hidden_zero, key_range, path_of
 from jaxattn.kernels.triton.output import fill_unowned_rows, store_rows
 from jaxattn.kernels.triton.walk import fresh_state, walk
 
@@ -169,14 +169,14 @@ def attention_kernel(
             done = begun + 1
 
         sequence = tl.load(block_sequence_ptr + block)
-        first_row = tl.load(block_index_ptr + block) * C.block_rows
+        first_row = tl.load(block_index_ptr + block) * C.rows_in_block
         q_start = tl.load(cu_seqlens_q_ptr + sequence)
         q_len = tl.load(cu_seqlens_q_ptr + sequence + 1) - q_start
         used = tl.load(seqused_k_ptr + sequence)
         keys = tl.minimum(used, C.capacity)
         context = used - q_len
         first_token = first_row // C.group
-        last_token = tl.minimum((first_row + C.block_rows - 1) // C.group, q_len - 1)
+        last_token = tl.minimum((first_row + C.rows_in_block - 1) // C.group, q_len - 1)
         start, stop = key_range(context, keys, first_token, last_token, C)
         first = start // C.tile + begun
         last = start // C.tile + done
@@ -195,13 +195,16 @@ def attention_kernel(
         packed = first_row + row  # [BM]
         token = (packed // C.group).to(tl.int32)
         live = token < q_len
+        if C.rows_in_block < C.block_rows:
+            live = live & (row < C.rows_in_block)
         head = kv_head * C.group + packed % C.group  # [BM]
         buffer_row = q_start + tl.minimum(token, q_len - 1)  # [BM]
-        limit = tl.minimum(context + token, stop - 1) if C.causal else tl.zeros_like(token) + (stop - 1)
-        limit = tl.where(live, limit, -1)
         row_position = context + token
         if C.tree_words > 0:
             row_position = context + tl.load(depths_ptr + buffer_row)
+        last_seen = row_position if C.path_keys else context + token
+        limit = tl.minimum(last_seen, stop - 1) if C.causal else tl.zeros_like(token) + (stop - 1)
+        limit = tl.where(live, limit, -1)
         floor = row_position - (C.window - 1)
         slope = tl.full([C.block_rows], 0.0, tl.float32)
         if C.alibi:
@@ -211,7 +214,8 @@ def attention_kernel(
             q_ptr, buffer_row * C.num_heads + head, live, q_descale_ptr, k_descale_ptr, kv_head, C
         )
         rows = (limit, floor, row_position, slope)
-        span = (start, stop, context)
+        path = path_of(ancestors_ptr, q_start + first_token, C) if C.path_keys else context
+        span = (start, stop, context, path)
         tree = (ancestors_ptr, depths_ptr, q_start, q_len.to(tl.int32), buffer_row)
         pointers = (
             table_ptr + sequence * C.table_width,

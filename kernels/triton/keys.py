@@ -44,14 +44,42 @@ def hidden_zero():
 
 
 @triton.jit
-def page_ids(table_ptr, tile, start, stop, C: tl.constexpr):
+def path_of(ancestors_ptr, row, C: tl.constexpr):
+    """For each draft node of a sequence, how many nodes of the path to `row` come before it; -1 beside the path."""
+    node = tl.arange(0, C.padded_nodes)
+    word = tl.load(ancestors_ptr + row * C.tree_words + node // 64, mask=node < 64 * C.tree_words, other=0)
+    bit = ((word >> (node % 64).to(tl.uint64)) & 1).to(tl.int32)
+    return tl.where(bit != 0, tl.cumsum(bit, 0) - 1, -1)
+
+
+@triton.jit
+def path_rows(table_ptr, tile, span, C: tl.constexpr):
+    """Rows of the pool where the keys of a tile are, -1 without one: the prefix, then the path as if it followed."""
+    _, stop, context, path = span
+    key = tile * C.tile + tl.arange(0, C.tile)  # [TILE]
+    ahead = key - context
+    here = path[None, :] == ahead[:, None]  # [TILE, nodes]
+    node = tl.sum(tl.where(here, tl.arange(0, C.padded_nodes)[None, :] + 1, 0), 1) - 1
+    index = tl.where(ahead < 0, key, tl.where(node < 0, -1, context + node))
+    live = (index >= 0) & (index < stop)
+    index = tl.where(live, index, 0)
+    page = tl.load(table_ptr + (index // C.page_size).to(tl.int64), mask=live, other=-1)
+    return tl.where(_is_known(page, C), page * C.page_size + index % C.page_size, -1)
+
+
+@triton.jit
+def page_ids(table_ptr, tile, span, C: tl.constexpr):
     """Pages that a tile of keys needs; what they are where no key of the page is in [start, stop) means nothing.
 
     Few pages come as a tuple of scalars, which all threads hold, so that a key's address is the sum of what its place
-    in a page and what the page adds; many come as a tensor, one for each key where tiles and pages do not nest.
+    in a page and what the page adds; many come as a tensor, one for each key where tiles and pages do not nest. Keys of
+    a path have their rows of the pool in the place of pages.
     """
+    start, stop, _, _ = span
     PAGES: tl.constexpr = C.pages_in_tile
-    if C.few_pages:
+    if C.path_keys:
+        pages = path_rows(table_ptr, tile, span, C)
+    elif C.few_pages:
         first = tile // (C.page_size // C.tile) if C.page_size % C.tile == 0 else tile * PAGES
         pages = ()
         for number in tl.static_range(PAGES):
@@ -79,6 +107,8 @@ def known_keys(page, C: tl.constexpr):
         known = ()
         for number in tl.static_range(PAGES):
             known += (_is_known(page[number], C),)
+    elif C.path_keys:
+        known = page >= 0
     else:
         known = _is_known(page, C)
     return _per_key(known, C)  # [TILE]
@@ -114,7 +144,9 @@ def page_starts(page, C: tl.constexpr, CHECKED: tl.constexpr):
 def key_places(ptr, start, tile, WIDTH: tl.constexpr, column, C: tl.constexpr):
     """Where some columns of each key of a tile lie, in a pool with WIDTH elements a token."""
     lane = tl.arange(0, C.tile)
-    if C.tile % C.page_size == 0:
+    if C.path_keys:
+        in_page = lane * 0
+    elif C.tile % C.page_size == 0:
         in_page = lane % C.page_size
     elif C.page_size % C.tile == 0:
         in_page = tile % (C.page_size // C.tile) * C.tile + lane
@@ -137,7 +169,7 @@ def _per_key(of_page, C: tl.constexpr):
         of_key = tl.broadcast_to(of_page[0], [C.tile])
         for number in tl.static_range(1, PAGES):
             of_key = tl.where(tl.arange(0, C.tile) >= number * C.page_size, of_page[number], of_key)
-    elif C.tile % C.page_size == 0:
+    elif (not C.path_keys) and (C.tile % C.page_size == 0):
         of_key = tl.reshape(tl.broadcast_to(of_page[:, None], [PAGES, C.page_size]), [C.tile])
     else:
         of_key = of_page
@@ -146,9 +178,13 @@ def _per_key(of_page, C: tl.constexpr):
 
 @triton.jit
 def _page_start(page, C: tl.constexpr, CHECKED: tl.constexpr):
-    if not CHECKED:
-        page = tl.where(_is_known(page, C), page, 0)
-    return page * C.page_size
+    if C.path_keys:
+        first = tl.maximum(page, 0)
+    else:
+        if not CHECKED:
+            page = tl.where(_is_known(page, C), page, 0)
+        first = page * C.page_size
+    return first
 
 
 @triton.jit

@@ -51,7 +51,7 @@ def reduce_kernel(
         sequence = tl.load(block_sequence_ptr + block)
         q_start = tl.load(cu_seqlens_q_ptr + sequence)
         q_len = tl.load(cu_seqlens_q_ptr + sequence + 1) - q_start
-        first_packed = tl.load(block_index_ptr + block) * C.block_rows
+        first_packed = tl.load(block_index_ptr + block) * C.rows_in_block
     else:
         field = cut_unit_ptr + place * CUT_UNIT_FIELDS
         count = tl.load(field)

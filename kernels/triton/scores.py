@@ -17,9 +17,9 @@ def _tanh(x):
 
 @triton.jit
 def key_positions(key, context, tree, C: tl.constexpr):
-    """What the window and ALiBi measure to: the key's index, or context + depth for a draft node of a tree."""
+    """What the window and ALiBi measure to: the key's index, or context + depth for a draft node among others."""
     position = key
-    if (C.tree_words > 0) and ((C.window > 0) or C.alibi):
+    if (C.tree_words > 0) and (not C.path_keys) and ((C.window > 0) or C.alibi):
         _, depths_ptr, q_start, q_len, _ = tree
         node = key - context
         draft = (node >= 0) & (node < q_len)
@@ -73,7 +73,7 @@ def masked(score, rows, key, key_position, known, context, tree, C: tl.constexpr
     visible = (key[None, :] <= limit[:, None]) & known[None, :]  # [BM, TILE]
     if C.window > 0:
         visible = visible & (key_position[None, :] >= floor[:, None])
-    if C.tree_words > 0:
+    if (C.tree_words > 0) and (not C.path_keys):
         # Integers, because a compiler that moves this mask through shared memory cannot store single bits.
         seen = visible.to(tl.int32)
         if tl.max(key, 0) >= context:

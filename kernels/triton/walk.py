@@ -85,7 +85,7 @@ def walk(
     jumped over, or with `C.one_loop` walked without masks. Without MASKED all tiles must be such.
     """
     acc, peak, total = state
-    start, stop, context = span
+    start, stop, context, _ = span
     table_ptr, k_ptr, v_ptr = pointers
     value_column = tl.arange(0, C.padded_value_dim)
     unit = scale * LOG2E
@@ -100,7 +100,7 @@ def walk(
         acc, acc_odd = unzipped(acc, C)
 
     gap = bare * 0 if C.one_loop else bare
-    page = page_ids(table_ptr, tl.where(first >= bare_first, first + gap, first), start, stop, C)
+    page = page_ids(table_ptr, tl.where(first >= bare_first, first + gap, first), span, C)
     for index in tl.range(first, last - gap, num_stages=C.stages):
         tile = tl.where(index >= bare_first, index + gap, index)
         next_tile = tl.where(index + 1 >= bare_first, index + 1 + gap, index + 1)
@@ -108,7 +108,7 @@ def walk(
         known = known_keys(page, C)
         current = page
         # The ids of the next tile, so that its K and V can be fetched ahead without waiting for them.
-        page = page_ids(table_ptr, next_tile, start, stop, C)
+        page = page_ids(table_ptr, next_tile, span, C)
 
         score = key_products(q, k_ptr, current, tile, C, not MASKED)
         key_position = key

@@ -67,6 +67,8 @@ def attention_launches(
 
     if problem.batch_invariant:
         # The tiles follow from the group alone, so that decode and verify compute a row alike.
+        if problem.path_keys:
+            return (launch("invariant", group, 1, _ANY_LENGTH),)
         split = launch("invariant", group, 1, max(1, table.split_rows // group))
         if longest <= split.spec.max_q_len:
             return (split,)
@@ -104,13 +106,21 @@ def _spec(
         causal=problem.causal,
         tree=problem.ancestors is not None,
         sliding_window=None if window is None or window >= _LONGEST_WINDOW else window,
-        block_rows=choice.block_rows,
+        block_rows=_rows_of_block(problem, choice),
         tile=choice.tile,
         programs=runs * abreast,
         heads_abreast=abreast,
         enough_runs=_enough(runs),
         chunk=chunk,
     )
+
+
+def _rows_of_block(problem: AttentionProblem, choice: TileChoice) -> int:
+    """Choose how many query rows are a block; those of nodes with paths of their own are of one node each."""
+    if not problem.path_keys:
+        return choice.block_rows
+    group = problem.group_size
+    return next(n for n in range(min(group, choice.block_rows), 0, -1) if group % n == 0)
 
 
 def heads_abreast(kv_heads: int, slots: int) -> int:
