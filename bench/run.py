@@ -13,6 +13,7 @@ which is the 10th to the 90th percentile of all samples.
 import argparse
 import dataclasses
 import sys
+import time
 
 import jax
 import numpy as np
@@ -50,13 +51,14 @@ def cases_of(group: str) -> tuple[str, ...]:
     return names
 
 
-def measure(job: Job, progress=lambda line: None) -> dict:
-    """All rows of a run, with the machine's ceilings."""
+def measure(job: Job, progress=lambda line: None, keep=lambda result: None) -> dict:
+    """All rows of a run, with the machine's ceilings; `keep` gets what there is of them behind each case."""
     ceilings: dict[str, list[float]] = {"read_gbps": [], "matmul_tflops": []}
     entries: dict[str, dict[str, contest.Entry]] = {}
     in_process = [peer for peer in job.peers if peer in contest.PEERS]
     for peer in job.peers:
         if peer in TORCH_PEERS:
+            progress(f"{peer} in a process of its own")
             for case, entry in _torch_entries(TORCH_PEERS[peer], job.cases).items():
                 entries.setdefault(case, {})[peer] = entry
     for number in range(job.rounds):
@@ -73,13 +75,20 @@ def measure(job: Job, progress=lambda line: None) -> dict:
                 known = known | contest.next_round(entrants, mine, job.iterations)
             entries[case] = known
             del entrants
+            result = _result(job, entries, ceilings)
+            keep(result)
+    return result
+
+
+def _result(job: Job, entries: dict[str, dict[str, contest.Entry]], ceilings: dict[str, list[float]]) -> dict:
+    """What has been measured so far."""
     middle = {name: float(np.median(values)) for name, values in ceilings.items()}
     rows = [
         results.refused_row(case, who, entry.refused)
         if entry.timing is None
         else results.row(case, who, entry.settings, entry.error, entry.timing, middle)
         for case in job.cases
-        for who, entry in entries[case].items()
+        for who, entry in entries.get(case, {}).items()
     ]
     return {
         "format": results.FORMAT,
@@ -155,7 +164,9 @@ def parse(arguments) -> tuple[Job, str | None]:
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=[])
     parser.add_argument("--rounds", type=positive, default=3, help="over all cases")
     parser.add_argument("--iterations", type=positive, default=15, help="timed runs a round")
-    parser.add_argument("--json", metavar="FILE", help="write every figure to this file")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write every figure to this file, anew behind each case"
+    )
     options = parser.parse_args(arguments)
     groups = options.cases or ([] if options.case else ["small" if on_cpu else "all"])
     try:
@@ -169,20 +180,29 @@ def parse(arguments) -> tuple[Job, str | None]:
     return job, options.json
 
 
-def run(job: Job, arguments, progress=lambda line: None) -> dict:
-    """Measure a job; the environment is read last, while the clocks are those of the load."""
-    result = measure(job, progress)
-    return {"environment": environment.describe("bench.run", arguments), **result}
+def run(job: Job, arguments, progress=lambda line: None, keep=lambda result: None) -> dict:
+    """Measure a job; the environment is read behind each case, while the clocks are those of the load."""
+
+    def described(result):
+        return {"environment": environment.describe("bench.run", arguments), **result}
+
+    return described(measure(job, progress, lambda result: keep(described(result))))
 
 
 def main(arguments=None) -> int:
     """Command line."""
     arguments = sys.argv[1:] if arguments is None else arguments
     job, path = parse(arguments)
-    result = run(job, arguments, lambda line: print(line, file=sys.stderr, flush=True))
-    print(*lines(result), sep="\n")
-    if path:
-        results.save(path, result)
+    started = time.monotonic()
+
+    def progress(line):
+        print(f"{time.monotonic() - started:4.0f} s  {line}", file=sys.stderr, flush=True)
+
+    def keep(result):
+        if path:
+            results.save(path, result)
+
+    print(*lines(run(job, arguments, progress, keep)), sep="\n")
     return 0
 
 
