@@ -249,6 +249,23 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
     assert f"{ours['median_us']:.1f}" in out
 
 
+def test_a_run_that_is_stopped_leaves_what_it_had_measured(tmp_path, monkeypatch):
+    path = tmp_path / "result.json"
+    make_contest = contest.make_contest
+
+    def stopped(name, *arguments):
+        if name == "step/4x8":
+            raise KeyboardInterrupt
+        return make_contest(name, *arguments)
+
+    monkeypatch.setattr(contest, "make_contest", stopped)
+    arguments = ["--case", "toy/2x40/q1/f32", "step/4x8", "--implementation", "xla", "--peers", "dense"]
+    with pytest.raises(KeyboardInterrupt):
+        run.main([*arguments, "--rounds", "1", "--iterations", "2", "--json", str(path)])
+    rows = results.load(path)["rows"]
+    assert {(r["case"], r["who"]) for r in rows} == {("toy/2x40/q1/f32", w) for w in ("xla", "dense")}
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
