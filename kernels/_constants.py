@@ -35,13 +35,16 @@ class AttentionConstants:
     num_sequences: int
     num_tokens: int
 
-    # The schedule: blocks of rows, tiles of keys, programs, KV heads side by side; see `jaxattn.plan`.
+    # The schedule, see `jaxattn.plan`: blocks of rows, tiles of keys, programs.
     block_rows: int
     # Rows of a tile that a block fills.
     rows_in_block: int
     tile: int
     programs: int
+    runs: int
+    # KV heads side by side, and how often a block is on the line for all of them.
     heads_abreast: int
+    heads_in_line: int
     num_blocks: int
     # Rows of a block that exist at all, which is what partial results are stored for.
     stored_rows: int
@@ -142,16 +145,6 @@ class AttentionConstants:
     def few_pages(self) -> bool:
         """Whether each page id of a tile is a number of its own rather than an element of a tensor."""
         return not self.path_keys and self.pages_in_tile <= max(1, self.scalar_pages)
-
-    @property
-    def runs(self) -> int:
-        """Upper bound of the runs that the line of work is cut into."""
-        return self.programs // self.heads_abreast
-
-    @property
-    def heads_in_line(self) -> int:
-        """How often a block is on the line of work."""
-        return self.num_kv_heads // self.heads_abreast
 
     @property
     def longest_line(self) -> int:
