@@ -248,6 +248,7 @@ def decode_of_each_node(problem: cases.Problem) -> cases.Problem:
         (3, "float32", {"sliding_window": 20}),
         (16, "float32", {"softcap": 2.0}),
         (64, "bfloat16", {"width": 64}),
+        (16, "bfloat16", {"heads": 8, "width": 128}),
         # More nodes than a word has bits, and more heads to a group than a tile has rows.
         (4, "float32", {"heads": 24, "kv_heads": 1, "nodes": 66}),
     ],
