@@ -62,7 +62,15 @@ FULLY_OPTIMISED = {
 # A cousin of each of these runs by default.
 SLOW = {
     "test_a_ragged_batch_equals_each_prompt_alone[off]",
-    "test_batch_invariant_rows_of_trees_have_the_bits_that_decode_gives_them[4-float32-options6-triton]",
+    *(
+        f"test_batch_invariant_rows_of_trees_have_the_bits_that_decode_gives_them[{name}-triton]"
+        for name in (
+            "16-bfloat16-options1",
+            "64-bfloat16-options4",
+            "16-bfloat16-options5",
+            "4-float32-options6",
+        )
+    ),
     "test_batch_invariant_rows_have_the_same_bits_alone_in_a_batch_in_decode_and_in_verify[pallas-window]",
     *(f"test_chunks_and_pages_change_no_token[changes{i}]" for i in (0, 1, 3)),
     "test_chosen_drafts_leave_the_sampled_text_as_it_is[tree]",
