@@ -183,10 +183,14 @@ def parse(arguments) -> tuple[Job, str | None]:
 def run(job: Job, arguments, progress=lambda line: None, keep=lambda result: None) -> dict:
     """Measure a job; the environment is read behind each case, while the clocks are those of the load."""
 
-    def described(result):
-        return {"environment": environment.describe("bench.run", arguments), **result}
+    found: dict = {}
 
-    return described(measure(job, progress, lambda result: keep(described(result))))
+    def describe(result):
+        found.update({"environment": environment.describe("bench.run", arguments), **result})
+        keep(found)
+
+    measure(job, progress, describe)
+    return found
 
 
 def main(arguments=None) -> int:
