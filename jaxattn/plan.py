@@ -81,6 +81,11 @@ class ScheduleSpec:
         return max(1, min(by_sequence, sequences + self.num_tokens * self.group // self.block_rows))
 
     @property
+    def longest_line(self) -> int:
+        """Upper bound of the places of the line."""
+        return self.num_blocks * self.heads_in_line * max(1, cdiv(self.capacity, self.step))
+
+    @property
     def step(self) -> int:
         """Keys of one place of the line: a chunk or a tile."""
         return self.chunk or self.tile

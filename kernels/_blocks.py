@@ -123,6 +123,7 @@ def gather_keys(
 
 def gather_path_keys(
     problem: AttentionProblem,
+    ancestors: UInt64[Array, "T W"],
     rows: QueryRows,
     first_page: Int64[Array, "B"],
     pages: int,
@@ -130,15 +131,14 @@ def gather_path_keys(
     stop: Int64[Array, "B"],
 ) -> KeyTile:
     """Gather keys as `gather_keys` does, for one row a block: behind the prefix come the keys of the row's path."""
-    assert problem.ancestors is not None
     num_pages, page_size = problem.k_cache.shape[:2]
     key = first_page[:, None] * page_size + jnp.arange(pages * page_size, dtype=jnp.int64)  # [B, L]
-    words = problem.ancestors[rows.token[:, 0]]  # [B, W]
+    words = ancestors[rows.token[:, 0]]  # [B, W]
     node = jnp.arange(64 * words.shape[1], dtype=jnp.int64)
     bits = (words[:, node // 64] >> (node % 64).astype(jnp.uint64)) & jnp.uint64(1)  # [B, nodes]
     order = jnp.where(bits != 0, jnp.cumsum(bits.astype(jnp.int64), axis=1) - 1, -1)
     ahead = key - rows.context[:, None]
-    here = (order[:, None] == ahead[..., None]) & (bits != 0)[:, None]  # [B, L, nodes]
+    here = order[:, None] == ahead[..., None]  # [B, L, nodes]
     index = jnp.where(ahead < 0, key, rows.context[:, None] + jnp.argmax(here, axis=2))
     live = (key >= start[:, None]) & (key < stop[:, None]) & ((ahead < 0) | here.any(axis=2))
     page = take_or_padding(problem.page_table, rows.sequence[:, None], jnp.where(live, index // page_size, 0))

@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any
 
-from jaxattn.index64 import cdiv
-
 # Numbers of stored formats; 0 means that the compiler converts the type itself.
 CODES = {
     "float8_e4m3fn": 1,
@@ -45,6 +43,7 @@ class AttentionConstants:
     # KV heads side by side, and how often a block is on the line for all of them.
     heads_abreast: int
     heads_in_line: int
+    longest_line: int
     num_blocks: int
     # Rows of a block that exist at all, which is what partial results are stored for.
     stored_rows: int
@@ -145,11 +144,6 @@ class AttentionConstants:
     def few_pages(self) -> bool:
         """Whether each page id of a tile is a number of its own rather than an element of a tensor."""
         return not self.path_keys and self.pages_in_tile <= max(1, self.scalar_pages)
-
-    @property
-    def longest_line(self) -> int:
-        """Upper bound of the places of the line where the cut points are fixed."""
-        return self.num_blocks * self.heads_in_line * cdiv(self.capacity, self.chunk)
 
     @property
     def units(self) -> int:

@@ -192,6 +192,7 @@ def _constants(
         runs=spec.runs,
         heads_abreast=spec.heads_abreast,
         heads_in_line=spec.heads_in_line,
+        longest_line=spec.longest_line,
         num_blocks=spec.num_blocks,
         stored_rows=min(spec.block_rows, min(problem.max_seqlen_q, spec.max_q_len, tokens) * spec.group),
         chunk=spec.chunk,

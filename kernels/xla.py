@@ -117,8 +117,8 @@ def _attend_rows(
     def step(tile, state, *, first_page, tile_pages):
         maximum, total, weighted = state
         places = first_page + tile * tile_pages, tile_pages, start, stop
-        if problem.path_keys:
-            keys = _blocks.gather_path_keys(problem, rows, *places)
+        if problem.ancestors is not None and problem.path_keys:
+            keys = _blocks.gather_path_keys(problem, problem.ancestors, rows, *places)
         else:
             keys = _blocks.gather_keys(problem, rows.sequence, *places)
         scores = _blocks.masked_scores(problem, rows, q, keys, heads_together)

@@ -38,8 +38,7 @@ class ScheduleConstants:
 def constants_of(spec: ScheduleSpec) -> ScheduleConstants:
     """Choose the lanes and the types for a schedule."""
     sequences = padded(spec.num_sequences)
-    longest_line = spec.num_blocks * spec.heads_in_line * (cdiv(spec.capacity, spec.step) + 1)
-    largest = max(longest_line, spec.runs**2, spec.capacity + spec.step)
+    largest = max(spec.longest_line, spec.runs**2, spec.capacity + spec.step)
     return ScheduleConstants(
         sequences=sequences,
         search_rows=max(1, _COMPARED // sequences),
