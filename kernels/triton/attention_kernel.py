@@ -12,11 +12,25 @@ import triton.language as tl
 
 from jaxattn.kernels import _constants
 from jaxattn.kernels.triton.formats import decode, stored_pointer
-from jaxattn.kernels.triton.keys import all_known, bare_range, hidden_zero, key_range, path_of
+from jaxattn.kernels.triton.keys import (
+    all_known,
+    bare_range,
+    hidden_zero,
+    key_range,
+    page_ids,
+    path_of,
+    unknown_pages,
+)
 from jaxattn.kernels.triton.output import fill_unowned_rows, store_rows
-from jaxattn.kernels.triton.walk import fresh_state, walk
+from jaxattn.kernels.triton.walk import first_tile, fresh_state, walk
 
 CUT_UNIT_FIELDS = tl.constexpr(_constants.CUT_UNIT_FIELDS)
+
+
+@triton.jit
+def place_of_block(block_sequence_ptr, block_index_ptr, block, C: tl.constexpr):
+    """The sequence of a block, and the first of the sequence's query rows that it holds."""
+    return tl.load(block_sequence_ptr + block), tl.load(block_index_ptr + block) * C.rows_in_block
 
 
 @triton.jit
@@ -33,7 +47,7 @@ def row_exponents(q_ptr, row, live, C: tl.constexpr):
 
 @triton.jit
 def query_columns(q_ptr, row, column, live, exponent, negative, C: tl.constexpr):
-    """Load some columns of query rows in the compute type."""
+    """Load some columns of query rows, counted from `q_ptr`, in the compute type."""
     mask = live[:, None] & (column < C.head_dim)[None, :]
     stored = tl.load(q_ptr + row[:, None] * C.head_dim + column[None, :], mask, 0.0)
     if C.scale_rows:
@@ -53,7 +67,7 @@ def scaled_rows(q_ptr, row, live, q_descale_ptr, k_descale_ptr, kv_head, C: tl.c
         scale = scale * tl.load(q_descale_ptr + kv_head)
     if C.k_descale:
         scale = scale * tl.load(k_descale_ptr + kv_head)
-    exponent = row.to(tl.int32)
+    exponent = row
     row_scale = tl.full([C.block_rows], 1.0, tl.float32)
     if C.scale_rows:
         exponent = row_exponents(q_ptr, row, live, C)
@@ -123,20 +137,20 @@ def attention_kernel(
     if C.uncut:
         # Blocks at the end of a sequence see the most keys, so they begin first.
         program = C.programs - 1 - program
-    if C.fill:
-        fill_unowned_rows(cu_seqlens_q_ptr, out_ptr, lse_ptr, program, C)
-    work = tl.load(tile_start_ptr + C.num_blocks)
     run = program // C.heads_abreast
     lane = program % C.heads_abreast
+    # Loads that wait for no other come first.
+    work = tl.load(tile_start_ptr + C.num_blocks)
+    active = work if C.uncut else tl.load(active_ptr)
+    block = run if C.uncut else tl.load(first_block_ptr + run)
+    sequence, first_row = place_of_block(block_sequence_ptr, block_index_ptr, block, C)
+    if C.fill:
+        fill_unowned_rows(cu_seqlens_q_ptr, out_ptr, lse_ptr, program, C)
     if C.uncut:
         # Each block is one place of the line.
-        active = work
-        block = run
         position = run
         end = tl.minimum(run + 1, work)
     else:
-        active = tl.load(active_ptr)
-        block = tl.load(first_block_ptr + run)
         position = work
         end = work
         if run < active:
@@ -168,8 +182,8 @@ def attention_kernel(
         if C.chunk > 0:
             done = begun + 1
 
-        sequence = tl.load(block_sequence_ptr + block)
-        first_row = tl.load(block_index_ptr + block) * C.rows_in_block
+        if not C.uncut:
+            sequence, first_row = place_of_block(block_sequence_ptr, block_index_ptr, block, C)
         q_start = tl.load(cu_seqlens_q_ptr + sequence)
         q_len = tl.load(cu_seqlens_q_ptr + sequence + 1) - q_start
         used = tl.load(seqused_k_ptr + sequence)
@@ -192,12 +206,18 @@ def attention_kernel(
         stop = stop.to(tl.int32)
         first = first.to(tl.int32)
         last = last.to(tl.int32)
-        packed = first_row + row  # [BM]
-        token = (packed // C.group).to(tl.int32)
+        q_len = q_len.to(tl.int32)
+        # Tokens from the block's first and heads from the group's first on: what they add to the address of q is known
+        # before the block is.
+        local_row = row
+        if C.rows_in_block % C.group != 0:
+            local_row += (first_row % C.group).to(tl.int32)
+        local_token, local_head = local_row // C.group, local_row % C.group
+        token = first_token.to(tl.int32) + local_token
         live = token < q_len
         if C.rows_in_block < C.block_rows:
             live = live & (row < C.rows_in_block)
-        head = kv_head * C.group + packed % C.group  # [BM]
+        head = kv_head * C.group + local_head  # [BM]
         buffer_row = q_start + tl.minimum(token, q_len - 1)  # [BM]
         row_position = context + token
         if C.tree_words > 0:
@@ -210,38 +230,47 @@ def attention_kernel(
         if C.alibi:
             slope = tl.load(alibi_slopes_ptr + head, mask=live, other=0.0)
 
-        q, scale = scaled_rows(
-            q_ptr, buffer_row * C.num_heads + head, live, q_descale_ptr, k_descale_ptr, kv_head, C
-        )
         rows = (limit, floor, row_position, slope)
         path = path_of(ancestors_ptr, q_start + first_token, C) if C.path_keys else context
         span = (start, stop, context, path)
-        tree = (ancestors_ptr, depths_ptr, q_start, q_len.to(tl.int32), buffer_row)
+        tree = (ancestors_ptr, depths_ptr, q_start, q_len, buffer_row)
         pointers = (
             table_ptr + sequence * C.table_width,
             stored_pointer(k_ptr, C.k_format) + kv_head * C.head_dim,
             stored_pointer(v_ptr, C.v_format) + kv_head * C.value_dim,
         )
-        fresh = fresh_state(C)
+        # The page ids that decide about bare tiles, and those that the loops begin with, come beside the query rows.
+        bare_first = last
+        bare = last * 0
         if C.bare_tiles:
             bare_first, bare_last = bare_range(context, start, stop, first_token, last_token, C)
             bare_first = tl.minimum(tl.maximum(bare_first, first), last)
             bare = tl.maximum(tl.minimum(bare_last, last) - bare_first, 0)
+            unknown = unknown_pages(pointers[0], bare_first, bare_first + bare, C)
+        page = page_ids(pointers[0], first_tile(first, bare_first, bare, C), span, C)
+        bare_page = page
+        if C.bare_tiles and not C.one_loop:
+            bare_page = page_ids(pointers[0], bare_first, span, C)
+        first_query = (q_start + first_token) * C.num_heads + kv_head * C.group
+        local_query = local_token * C.num_heads + local_head  # [BM]
+        q, scale = scaled_rows(
+            q_ptr + first_query * C.head_dim, local_query, live, q_descale_ptr, k_descale_ptr, kv_head, C
+        )
+        if C.bare_tiles:
             # A page id outside the pool is rare: only where there is one are all tiles masked.
-            bare = tl.where(all_known(pointers[0], bare_first, bare_first + bare, C), bare, 0)
+            known = all_known(unknown, pointers[0], bare_first, bare_first + bare, C)
+            if not known:
+                bare = bare * 0
+                page = page_ids(pointers[0], first, span, C)
+        acc, peak, total = walk(
+            fresh_state(C), q, scale, rows, span, tree, pointers, page, first, last, bare_first, bare, C, True
+        )
+        if C.bare_tiles and not C.one_loop:
+            bare_end = bare_first + bare
             acc, peak, total = walk(
-                fresh, q, scale, rows, span, tree, pointers, first, last, bare_first, bare, C, True
-            )
-            if not C.one_loop:
-                bare_end = bare_first + bare
-                acc, peak, total = walk(
-                    (acc, peak, total), q, scale, rows, span, tree, pointers,
-                    bare_first, bare_end, bare_end, 0, C, False,
-                )  # fmt: skip
-        else:
-            acc, peak, total = walk(
-                fresh, q, scale, rows, span, tree, pointers, first, last, last, 0, C, True
-            )
+                (acc, peak, total), q, scale, rows, span, tree, pointers, bare_page,
+                bare_first, bare_end, bare_end, 0, C, False,
+            )  # fmt: skip
 
         described = block * C.num_kv_heads + kv_head if C.described_by_unit else program
         field = cut_unit_ptr + described * CUT_UNIT_FIELDS

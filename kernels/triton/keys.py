@@ -115,15 +115,18 @@ def known_keys(page, C: tl.constexpr):
 
 
 @triton.jit
-def all_known(table_ptr, first, last, C: tl.constexpr):
-    """Whether every page of the tiles [first, last) lies in the pool."""
-    begin = first.to(tl.int64) * C.tile // C.page_size
-    end = (last.to(tl.int64) * C.tile + C.page_size - 1) // C.page_size
-    unknown = tl.full([256], 0, tl.int32)
-    for start in range(begin, end, 256):
-        logical = start + tl.arange(0, 256)
-        page = tl.load(table_ptr + logical, mask=logical < end, other=0)
-        unknown = unknown | (_is_known(page, C) == 0).to(tl.int32)
+def unknown_pages(table_ptr, first, last, C: tl.constexpr):
+    """Whether each of the first 256 pages of the tiles [first, last) lies outside the pool; 0 where there are less."""
+    page_first, page_last = _pages_of_tiles(first, last, C)
+    return _unknown_pages(table_ptr, page_first, page_last, C)
+
+
+@triton.jit
+def all_known(unknown, table_ptr, first, last, C: tl.constexpr):
+    """Whether every page of the tiles [first, last) lies in the pool; of the first ones `unknown` tells."""
+    page_first, page_last = _pages_of_tiles(first, last, C)
+    for start in range(page_first + 256, page_last, 256):
+        unknown = unknown | _unknown_pages(table_ptr, start, page_last, C)
     return tl.max(unknown, 0) == 0
 
 
@@ -158,6 +161,22 @@ def key_places(ptr, start, tile, WIDTH: tl.constexpr, column, C: tl.constexpr):
     else:
         places = ptr + ((start + in_page.to(tl.int64)) * WIDTH)[:, None] + column[None, :]
     return places  # [TILE, columns]
+
+
+@triton.jit
+def _pages_of_tiles(first, last, C: tl.constexpr):
+    """First page of the tiles [first, last) and one past the last; equal where there is no tile."""
+    page_last = last * C.tile // C.page_size
+    if C.tile % C.page_size != 0:
+        page_last += ((first < last) & (last * C.tile % C.page_size > 0)).to(tl.int32)
+    return first * C.tile // C.page_size, page_last
+
+
+@triton.jit
+def _unknown_pages(table_ptr, start, stop, C: tl.constexpr):
+    logical = start + tl.arange(0, 256)
+    page = tl.load(table_ptr + logical.to(tl.int64), mask=logical < stop, other=0)
+    return (_is_known(page, C) == 0).to(tl.int32)
 
 
 @triton.jit

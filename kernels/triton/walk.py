@@ -64,6 +64,12 @@ def key_products(q, k_ptr, page, tile, C: tl.constexpr, CHECKED: tl.constexpr):
 
 
 @triton.jit
+def first_tile(first, bare_first, bare, C: tl.constexpr):
+    """The tile that a walk from `first` on begins with."""
+    return first if C.one_loop else tl.where(first >= bare_first, first + bare, first)
+
+
+@triton.jit
 def walk(
     state,
     q,
@@ -72,6 +78,7 @@ def walk(
     span,
     tree,
     pointers,
+    page,
     first,
     last,
     bare_first,
@@ -79,7 +86,7 @@ def walk(
     C: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Fold tiles [first, last) into a softmax state.
+    """Fold tiles [first, last) into a softmax state; `page` holds the page ids of the first.
 
     Of the `bare` tiles from `bare_first` every row must see every key, and their pages must lie in the pool. They are
     jumped over, or with `C.one_loop` walked without masks. Without MASKED all tiles must be such.
@@ -100,8 +107,10 @@ def walk(
         acc, acc_odd = unzipped(acc, C)
 
     gap = bare * 0 if C.one_loop else bare
-    page = page_ids(table_ptr, tl.where(first >= bare_first, first + gap, first), span, C)
-    for index in tl.range(first, last - gap, num_stages=C.stages):
+    # Beside a loop of their own for bare tiles few are left, for which a long pipeline is not worth its filling.
+    short: tl.constexpr = MASKED and C.bare_tiles and not C.one_loop
+    STAGES: tl.constexpr = min(C.stages, 2) if short else C.stages
+    for index in tl.range(first, last - gap, num_stages=STAGES):
         tile = tl.where(index >= bare_first, index + gap, index)
         next_tile = tl.where(index + 1 >= bare_first, index + 1 + gap, index + 1)
         key = tile * C.tile + tl.arange(0, C.tile)  # [TILE]
