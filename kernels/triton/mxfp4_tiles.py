@@ -34,7 +34,7 @@ PATTERN = tl.constexpr(-0x7E3F7E40)  # 0x81C081C0
 # From Triton 3.7 on a compiler that spreads a load over lanes and warps takes axes of equal contiguity from the last to
 # the first. The kernel says what the order is to be; before, it is the one of the axes.
 HINTED = tl.constexpr(installed_version("triton") >= (3, 7))
-# Sums of a program, 16 bytes a lane.
+# Sums of a program, 8 bytes a lane.
 ADDED = 512
 CODES_OF_STEP, SCALES_OF_STEP = tl.constexpr(512), tl.constexpr(32)
 
@@ -143,7 +143,7 @@ def _added(parts: Float32[Array, "splits tokens rows"]) -> Float32[Array, "token
         [parts],
         [jax.ShapeDtypeStruct(tuple(shape), jnp.float32)],
         grid=cdiv(math.prod(shape), ADDED),
-        num_warps=4,
+        num_warps=8,
         SPLITS=splits,
         SIZE=math.prod(shape),
         BLOCK=ADDED,
