@@ -116,6 +116,38 @@ def test_heads_that_walk_a_run_side_by_side(kernels, cores, abreast, batch_invar
     np.testing.assert_allclose(lse, problem.lse, rtol=2e-6)
 
 
+@interpreted
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["plain", "everything", "batch_invariant"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "float8_e4m3fn"])
+@pytest.mark.parametrize("width", [64, 128, 256, 512])
+@pytest.mark.parametrize("architecture", ["sm90", "gfx942", "gfx950", "default"])
+def test_tiles_of_each_architecture_match_the_oracle(architecture, width, kv_dtype, options):
+    """Interpreted, so without instructions and formats that only the device has."""
+    table = dataclasses.replace(
+        tuning.load(architecture),
+        native_formats=tuning.load("interpreter").native_formats,
+        turns=("", ""),
+        unpack={},
+    )
+    kinds = {
+        kind: tuple(dataclasses.replace(choice, turns=False) for choice in getattr(table, kind))
+        for kind in tuning.KINDS
+    }
+    case = cases.Case(
+        lengths=((1, 90), (5, 70), (40, 131), (0, 0)),
+        width=width,
+        page_size=16,
+        dtype="float32" if kv_dtype == "float32" else "bfloat16",
+        kv_dtype=kv_dtype,
+        **{**cases.OPTIONS, "everything": cases.EVERYTHING}[options],
+    )
+    jax.clear_caches()
+    with tuning.using(tuning.device(), dataclasses.replace(table, **kinds)):
+        cases.check(cases.build(case), "triton")
+
+
 # In the interpreter, widths up to 64 walk tiles without masks in a loop of their own, wider ones do not.
 @pytest.mark.parametrize("width", [16, 80])
 @pytest.mark.parametrize("page", [-1, 10**6, 2**40])
@@ -135,6 +167,17 @@ def test_p14_an_unknown_page_among_tiles_without_masks_is_masked_out(kernels, pa
     expected, expected_lse = cases.oracle_of(problem.q, k_cache, v_cache, metadata, {})
     np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(lse, expected_lse, rtol=2e-6)
+
+
+def test_no_page_is_looked_up_behind_the_end_of_the_table(kernels):
+    """The last tile ends in a page that the table does not have, and its window leaves no tile without masks."""
+    case = cases.Case(
+        lengths=((24, 24),), heads=4, kv_heads=1, page_size=24, padding_rows=0, options={"sliding_window": 4}
+    )
+    problem = cases.build(case)
+    metadata = cases.make_metadata(np.asarray(problem.metadata.page_table)[:, :1], case.lengths, page_size=24)
+    out, _ = cases.run(dataclasses.replace(problem, metadata=metadata), kernels)
+    np.testing.assert_allclose(out, problem.out, rtol=2e-5, atol=2e-6)
 
 
 def batch_invariant_rows(kernels, lengths, sequence_data, options):

@@ -2,7 +2,8 @@
 
 `TRITON_INTERPRET=1` would turn every `triton.jit` function of the process into an interpreted one when it is
 decorated. Here a compiled function is interpreted on demand, and Triton's own conversions between floating
-point types are replaced: they truncate to bfloat16 and know neither NaN nor carries in 8-bit types.
+point types are replaced: they truncate to bfloat16 and know neither NaN nor carries in 8-bit types. An access
+outside of the arrays of a launch, which on a GPU may go unnoticed, is an error.
 """
 
 import contextlib
@@ -95,16 +96,51 @@ class _NumpyTensor:
         return self
 
 
+class _Memory:
+    """The arrays of a launch, and a check that a kernel stays in them."""
+
+    def __init__(self, kernel: triton.JITFunction, arrays: list[np.ndarray]):
+        self._kernel = kernel
+        self._arrays = sorted(
+            zip(kernel.arg_names, arrays, strict=False), key=lambda argument: argument[1].ctypes.data
+        )
+        self._starts = np.array([array.ctypes.data for _, array in self._arrays], np.uint64)
+        # Of the arrays that begin at or before a start: what is aliased is there twice.
+        ends = self._starts + np.array([array.nbytes for _, array in self._arrays], np.uint64)
+        self._ends = np.maximum.accumulate(ends)
+
+    def check(self, does: str, pointers: interpreter.TensorHandle, mask: np.ndarray) -> None:
+        """Raise IndexError where an address that is not masked out lies in no array."""
+        size = np.dtype(interpreter._get_np_dtype(pointers.get_element_ty())).itemsize
+        addresses = pointers.data[np.broadcast_to(mask, pointers.data.shape)].astype(np.uint64)
+        array = np.searchsorted(self._starts, addresses, side="right") - 1
+        outside = (array < 0) | (addresses + np.uint64(size) > self._ends[array])
+        if outside.any():
+            at = int(addresses[outside][0])
+            name, nearest = self._arrays[max(0, int(array[outside][0]))]
+            raise IndexError(
+                f"{self._kernel.__name__} {does} {size} bytes outside of its arrays: at byte "
+                f"{at - nearest.ctypes.data} of {name}, which has {nearest.nbytes}"
+            )
+
+
 def run(kernel: triton.JITFunction, arrays: list[np.ndarray], grid: int, **constants) -> None:
-    """Run `kernel` over a one-dimensional grid on `arrays`, which it reads and writes in place."""
-    with _lock, _interpreting():
+    """Run `kernel` over a one-dimensional grid on `arrays`, which it reads and writes in place.
+
+    Raises:
+        IndexError: the kernel reads or writes outside of `arrays`.
+    """
+    with _lock, _interpreting(_Memory(kernel, arrays)):
         interpreted = interpreter.InterpretedFunction(kernel.fn)
-        interpreted.run(*map(_NumpyTensor, arrays), grid=(grid,), warmup=False, **constants)
+        try:
+            interpreted.run(*map(_NumpyTensor, arrays), grid=(grid,), warmup=False, **constants)
+        except interpreter.InterpreterError as error:
+            raise error.__cause__ or error from None
 
 
 @contextlib.contextmanager
-def _interpreting() -> Iterator[None]:
-    """Route calls of jitted functions and conversions of floats; on leaving, undo every patch of Triton."""
+def _interpreting(memory: _Memory) -> Iterator[None]:
+    """Route calls of jitted functions, accesses and conversions of floats; on leaving, undo every patch of Triton."""
     builder = interpreter.interpreter_builder
     touched = [tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base, tl.core.range]
     before = [(owner, dict(vars(owner))) for owner in touched]
@@ -114,6 +150,17 @@ def _interpreting() -> Iterator[None]:
     builder.create_fp_to_fp = lambda source, dtype, rounding: _convert(source, dtype)
     builder.create_dot = _dot
     builder.create_splat = _splat
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def checked_load(pointers, mask, *others):
+        memory.check("reads", pointers, mask.data)
+        return load(pointers, mask, *others)
+
+    def checked_store(pointers, value, mask, *others):
+        memory.check("writes", pointers, mask.data)
+        return store(pointers, value, mask, *others)
+
+    builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
     # Checking every integer operation for overflow doubles the time.
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     interpreter._patch_lang(_patched_everywhere)
