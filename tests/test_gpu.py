@@ -83,6 +83,7 @@ def metadata_of(mode, table, context):
             return draft_extend_metadata(seqused_k=context + 4, num_draft_tokens=4, **table)
 
 
+@pytest.mark.big
 @pytest.mark.parametrize(("implementation", "writer"), [("triton", "triton"), ("pallas", "xla")])
 @pytest.mark.parametrize("mode", MODES)
 def test_p30_to_p36_every_mode_in_a_pool_of_nine_gib_a_side(pool, mode, implementation, writer):
@@ -163,6 +164,7 @@ def test_public_builders_and_writes_take_the_triton_kernels():
     )
 
 
+@pytest.mark.big
 @pytest.mark.parametrize("implementation", ["triton", "pallas"])
 @pytest.mark.parametrize("sequences", [65_536, 70_000])
 def test_p34_more_sequences_than_a_grid_axis_holds(sequences, implementation):
@@ -175,6 +177,7 @@ def test_p34_more_sequences_than_a_grid_axis_holds(sequences, implementation):
     np.testing.assert_array_equal(out[:, 0], v[::-1, 0, 0])
 
 
+@pytest.mark.big
 @pytest.mark.parametrize("implementation", ["triton", "pallas"])
 def test_p32_query_rows_beyond_two_to_the_31_elements(implementation):
     tokens, heads, width = 131_073, 128, 128
