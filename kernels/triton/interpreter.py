@@ -142,7 +142,16 @@ def run(kernel: triton.JITFunction, arrays: list[np.ndarray], grid: int, **const
 def _interpreting(memory: _Memory) -> Iterator[None]:
     """Route calls of jitted functions, accesses and conversions of floats; on leaving, undo every patch of Triton."""
     builder = interpreter.interpreter_builder
-    touched = [tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base, tl.core.range]
+    touched = [
+        interpreter,
+        tl,
+        tl.core,
+        tl.math,
+        tl.tensor,
+        tl.dtype,
+        tl.core.tensor_descriptor_base,
+        tl.core.range,
+    ]
     before = [(owner, dict(vars(owner))) for owner in touched]
     call, builder_state = triton.JITFunction.__call__, dict(vars(builder))
     triton.JITFunction.__call__ = _call_interpreted
@@ -163,6 +172,14 @@ def _interpreting(memory: _Memory) -> Iterator[None]:
     builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
     # Checking every integer operation for overflow doubles the time.
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor, *scope):
+        patch_tensor(tensor, *scope)
+        # Triton 3.6 wants an array of one element to be a number, which numpy 2.5 refuses.
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_tensor_and_index
     interpreter._patch_lang(_patched_everywhere)
     try:
         yield
