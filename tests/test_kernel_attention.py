@@ -27,20 +27,26 @@ interpreted = pytest.mark.skipif(
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton")
 
 
+def with_every_choice(table: tuning.Tuning, **changes) -> tuning.Tuning:
+    """Change each tile choice of a table."""
+    kinds = {
+        kind: tuple(dataclasses.replace(choice, **changes) for choice in getattr(table, kind))
+        for kind in tuning.KINDS
+    }
+    return dataclasses.replace(table, **kinds)
+
+
 @index64
 def run_with(kernels: str, problem: cases.Problem, *, cores: int | None = None, **choice):
     """Run the kernels with a number of programs and tile choices forced."""
     attention = importlib.import_module(f"jaxattn.kernels.{kernels}.attention")
-    table = tuning.tuning()
-    kinds = {
-        kind: tuple(dataclasses.replace(c, **choice) for c in getattr(table, kind)) for kind in tuning.KINDS
-    }
+    table = with_every_choice(tuning.tuning(), **choice)
     device = tuning.device()
     device = dataclasses.replace(device, cores=cores or device.cores)
     arrays = (jnp.asarray(array) for array in (problem.q, problem.k_cache, problem.v_cache))
     checked = attention_problem(*arrays, problem.metadata, **problem.options)
     options = cases.COMPILED_QUICKLY if jax.default_backend() == "cpu" else None
-    with tuning.using(device, dataclasses.replace(table, **kinds)):
+    with tuning.using(device, table):
         return tuple(
             np.asarray(x) for x in jax.jit(lambda p: attention.run(p), compiler_options=options)(checked)
         )
@@ -126,15 +132,11 @@ def test_heads_that_walk_a_run_side_by_side(kernels, cores, abreast, batch_invar
 def test_tiles_of_each_architecture_match_the_oracle(architecture, width, kv_dtype, options):
     """Interpreted, so without instructions and formats that only the device has."""
     table = dataclasses.replace(
-        tuning.load(architecture),
+        with_every_choice(tuning.load(architecture), turns=False),
         native_formats=tuning.load("interpreter").native_formats,
         turns=("", ""),
         unpack={},
     )
-    kinds = {
-        kind: tuple(dataclasses.replace(choice, turns=False) for choice in getattr(table, kind))
-        for kind in tuning.KINDS
-    }
     case = cases.Case(
         lengths=((1, 90), (5, 70), (40, 131), (0, 0)),
         width=width,
@@ -144,7 +146,7 @@ def test_tiles_of_each_architecture_match_the_oracle(architecture, width, kv_dty
         **{**cases.OPTIONS, "everything": cases.EVERYTHING}[options],
     )
     jax.clear_caches()
-    with tuning.using(tuning.device(), dataclasses.replace(table, **kinds)):
+    with tuning.using(tuning.device(), table):
         cases.check(cases.build(case), "triton")
 
 
