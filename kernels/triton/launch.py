@@ -81,11 +81,11 @@ def launch(
     Raises:
         UnsupportedError: differentiated.
     """
-    arrays = [array for array in inputs if array is not None]
-    shapes = [None if array is None else jax.ShapeDtypeStruct(array.shape, array.dtype) for array in inputs]
+    anything = next(array for array in inputs if array is not None)
+    operands = [anything if array is None else array for array in inputs]
     call = KernelCall(
         kernel=kernel,
-        inputs=tuple(shape or jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype) for shape in shapes),
+        inputs=tuple(jax.ShapeDtypeStruct(o.shape, o.dtype) for o in operands),
         outputs=tuple(jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs),
         grid=grid,
         num_warps=num_warps,
@@ -96,8 +96,6 @@ def launch(
     calls = _recorded.get()
     if calls is not None:
         calls.append(call)
-    given = iter(arrays)
-    operands = [arrays[0] if shape is None else next(given) for shape in shapes]
     return list(_sealed(call)(*operands))
 
 
