@@ -204,6 +204,11 @@ FP8 = _parse_all("llama-3-8b/32x8k/q1/fp8 llama-3-8b/32x8k/q4/fp8 qwen3.5-397b-t
 PREFILL = _parse_all("""
     llama-3-8b/1x16k/q16k llama-3-8b/8x2k/q2k llama-3-8b/4x16k/q2k qwen3-next-80b/2x8k/q4k
 """)
+PAGES = _parse_all("""
+    llama-3-8b/32x8k/q1/p1 llama-3-8b/32x8k/q1/p64 llama-3-8b/32x8k/q1/p1/fp8
+    qwen3.5-397b-tp2/32x8k/q4/p1 qwen3.5-397b-tp2/32x8k/q4/p64
+    llama-3-8b/1x16k/q16k/p1 qwen3-next-80b/2x8k/q4k/p1
+""")
 OTHER = _parse_all("""
     llama-3-8b/32x8k/q8/tree2 qwen3.5-397b-tp2/32x8k/q8/tree3
     qwen3.5-397b-tp4/32x8k/q4 gemma-3-12b-local/32x8k/q1 gemma-3-12b-global/32x8k/q1
@@ -213,7 +218,7 @@ SMALL = _parse_all("""
     toy/8x256/q1/f32 toy/8x256/q4/f32 toy/8x256/q4/p64/f32 toy/1x1k+7x64/q4/f32 toy/1x2k/q1/f32
     toy-local/8x256/q1/f32 toy/8x256/q4/bf16 toy/8x256/q8/tree2/f32 toy/2x256/q256/f32 toy/1x512/q128/f32
 """)
-GROUPS = {"decode": DECODE, "fp8": FP8, "prefill": PREFILL, "other": OTHER, "small": SMALL}
+GROUPS = {"decode": DECODE, "fp8": FP8, "prefill": PREFILL, "pages": PAGES, "other": OTHER, "small": SMALL}
 ALL = {shape.name: shape for group in GROUPS.values() for shape in group}
 
 

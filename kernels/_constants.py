@@ -55,6 +55,7 @@ class AttentionConstants:
     # Long runs of tiles without any mask are expected, and worth a loop of their own, or a branch within the loop.
     bare_tiles: bool
     one_loop: bool = False
+    bare_ids: bool = False
     # Load two neighbouring columns of an 8-bit V as one element: 16-bit ones can be transposed by hardware.
     paired_values: bool = False
     # Instructions that convert four 8-bit values of K or V at once, empty without; see `triton.walk`.
@@ -128,12 +129,8 @@ class AttentionConstants:
 
     @property
     def pages_in_tile(self) -> int:
-        """Page ids that a tile of keys needs; one for each key where tiles and pages do not nest, or for a path."""
-        if self.path_keys:
-            return self.tile
-        if self.page_size % self.tile == 0:
-            return 1
-        return self.tile // self.page_size if self.tile % self.page_size == 0 else self.tile
+        """Page ids that a tile of keys needs; one for each key of a path."""
+        return self.tile if self.path_keys else pages_in_tile(self.tile, self.page_size)
 
     @property
     def padded_nodes(self) -> int:
@@ -144,6 +141,11 @@ class AttentionConstants:
     def few_pages(self) -> bool:
         """Whether each page id of a tile is a number of its own rather than an element of a tensor."""
         return not self.path_keys and self.pages_in_tile <= max(1, self.scalar_pages)
+
+    @property
+    def pages_at_once(self) -> int:
+        """Page ids that are checked at once, each time awaited: more where tiles have many."""
+        return 256 if self.few_pages else 1024
 
     @property
     def units(self) -> int:
@@ -159,6 +161,13 @@ class AttentionConstants:
     def tiles_in_chunk(self) -> int:
         """Tiles between two fixed cut points."""
         return self.chunk // self.tile
+
+
+def pages_in_tile(tile: int, page_size: int) -> int:
+    """Page ids that a tile of keys needs; one for each key where tiles and pages do not nest."""
+    if page_size % tile == 0:
+        return 1
+    return tile // page_size if tile % page_size == 0 else tile
 
 
 def padded(size: int, least: int = 16) -> int:

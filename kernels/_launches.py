@@ -201,6 +201,7 @@ def _constants(
         # A tree's prefix is bare, but the loops take tiles in another order than decode does.
         bare_tiles=step.choice.bare or (problem.ancestors is not None and not problem.batch_invariant),
         one_loop=step.choice.one_loop,
+        bare_ids=step.choice.bare_ids,
         paired_values=paired,
         k_unpack=unpack(problem.k_cache.dtype)[0] if unpacks and head_dim % 4 == 0 and head_dim > 16 else "",
         v_unpack=unpack(problem.v_cache.dtype)[1] if unpacks and paired else "",

@@ -125,11 +125,13 @@ def test_heads_that_walk_a_run_side_by_side(kernels, cores, abreast, batch_invar
 @interpreted
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("options", ["plain", "everything", "batch_invariant"])
+@pytest.mark.parametrize(
+    ("options", "page_size"), [("plain", 16), ("plain", 1), ("everything", 16), ("batch_invariant", 16)]
+)
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "float8_e4m3fn"])
 @pytest.mark.parametrize("width", [64, 128, 256, 512])
 @pytest.mark.parametrize("architecture", ["sm90", "gfx942", "gfx950", "default"])
-def test_tiles_of_each_architecture_match_the_oracle(architecture, width, kv_dtype, options):
+def test_tiles_of_each_architecture_match_the_oracle(architecture, width, kv_dtype, options, page_size):
     """Interpreted, so without instructions and formats that only the device has."""
     table = dataclasses.replace(
         with_every_choice(tuning.load(architecture), turns=False),
@@ -140,7 +142,7 @@ def test_tiles_of_each_architecture_match_the_oracle(architecture, width, kv_dty
     case = cases.Case(
         lengths=((1, 90), (5, 70), (40, 131), (0, 0)),
         width=width,
-        page_size=16,
+        page_size=page_size,
         dtype="float32" if kv_dtype == "float32" else "bfloat16",
         kv_dtype=kv_dtype,
         **{**cases.OPTIONS, "everything": cases.EVERYTHING}[options],
@@ -153,8 +155,16 @@ def test_tiles_of_each_architecture_match_the_oracle(architecture, width, kv_dty
 # In the interpreter, widths up to 64 walk tiles without masks in a loop of their own, wider ones do not.
 @pytest.mark.parametrize("width", [16, 80])
 @pytest.mark.parametrize("page", [-1, 10**6, 2**40])
-def test_p14_an_unknown_page_among_tiles_without_masks_is_masked_out(kernels, page, width):
-    case = cases.Case(lengths=((40, 150),), heads=4, kv_heads=1, width=width, page_size=4, padding_rows=0)
+# Few pages a tile, and many; behind the first page ids too, which are looked at before all others.
+@pytest.mark.parametrize(
+    ("page_size", "place", "keys"), [(4, 9, 150), (1, 60, 150), (4, 260, 1200), (1, 1060, 1200)]
+)
+def test_p14_an_unknown_page_among_tiles_without_masks_is_masked_out(
+    kernels, page_size, place, keys, page, width
+):
+    case = cases.Case(
+        lengths=((40, keys),), heads=4, kv_heads=1, width=width, page_size=page_size, padding_rows=0
+    )
     problem = cases.build(case)
     # One page more at the front, full of NaN: what an unmasked read of an unknown page would find.
     k_cache, v_cache = (
@@ -162,8 +172,8 @@ def test_p14_an_unknown_page_among_tiles_without_masks_is_masked_out(kernels, pa
         for cache in (problem.k_cache, problem.v_cache)
     )
     table = np.asarray(problem.metadata.page_table) + 1
-    table[0, 9] = page
-    metadata = cases.make_metadata(table, case.lengths, page_size=4)
+    table[0, place] = page
+    metadata = cases.make_metadata(table, case.lengths, page_size=page_size)
     problem = dataclasses.replace(problem, k_cache=k_cache, v_cache=v_cache, metadata=metadata)
     out, lse = cases.run(problem, kernels)
     expected, expected_lse = cases.oracle_of(problem.q, k_cache, v_cache, metadata, {})

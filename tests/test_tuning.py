@@ -14,13 +14,13 @@ from jaxattn.problem import AttentionProblem
 SM90 = tuning.Device(architecture="sm90", cores=132)
 
 
-def prefill(keys=1 << 17, width=128, q="bfloat16", kv="bfloat16", batch=2, **changes):
+def prefill(keys=1 << 17, width=128, q="bfloat16", kv="bfloat16", batch=2, page_size=16, **changes):
     struct = jax.ShapeDtypeStruct
     problem = AttentionProblem(
         q=struct((4096, 32, width), jnp.dtype(q)),
-        k_cache=struct((64, 16, 8, width), jnp.dtype(kv)),
-        v_cache=struct((64, 16, 8, width), jnp.dtype(kv)),
-        page_table=struct((batch, keys // 16), jnp.int64),
+        k_cache=struct((64, page_size, 8, width), jnp.dtype(kv)),
+        v_cache=struct((64, page_size, 8, width), jnp.dtype(kv)),
+        page_table=struct((batch, keys // page_size), jnp.int64),
         cu_seqlens_q=struct((batch + 1,), jnp.int64),
         seqused_k=struct((batch,), jnp.int64),
         softmax_scale=1.0,
@@ -58,6 +58,14 @@ def test_halves_of_a_long_prefill_take_turns(width, compiler_keeps_turns):
 )
 def test_no_turns_where_a_half_could_wait_for_ever_or_tiles_do_not_fit(problem, compiler_keeps_turns):
     assert not choice_of(problem).turns
+
+
+@pytest.mark.parametrize(
+    ("width", "page_size", "turns"),
+    [(256, 8, True), (256, 64, True), (256, 4, False), (256, 1, False), (256, 48, False), (128, 1, True)],
+)
+def test_turns_of_wide_heads_need_few_page_ids_a_tile(width, page_size, turns, compiler_keeps_turns):
+    assert choice_of(prefill(width=width, page_size=page_size)).turns == turns
 
 
 def test_kernels_that_know_no_turns_get_the_entry_beside(compiler_keeps_turns):

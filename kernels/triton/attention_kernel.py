@@ -247,10 +247,10 @@ def attention_kernel(
             bare_first = tl.minimum(tl.maximum(bare_first, first), last)
             bare = tl.maximum(tl.minimum(bare_last, last) - bare_first, 0)
             unknown = unknown_pages(pointers[0], bare_first, bare_first + bare, C)
-        page = page_ids(pointers[0], first_tile(first, bare_first, bare, C), span, C)
+        page = page_ids(pointers[0], first_tile(first, bare_first, bare, C), span, C, False)
         bare_page = page
         if C.bare_tiles and not C.one_loop:
-            bare_page = page_ids(pointers[0], bare_first, span, C)
+            bare_page = page_ids(pointers[0], bare_first, span, C, False)
         first_query = (q_start + first_token) * C.num_heads + kv_head * C.group
         local_query = local_token * C.num_heads + local_head  # [BM]
         q, scale = scaled_rows(
@@ -261,7 +261,7 @@ def attention_kernel(
             known = all_known(unknown, pointers[0], bare_first, bare_first + bare, C)
             if not known:
                 bare = bare * 0
-                page = page_ids(pointers[0], first, span, C)
+                page = page_ids(pointers[0], first, span, C, False)
         acc, peak, total = walk(
             fresh_state(C), q, scale, rows, span, tree, pointers, page, first, last, bare_first, bare, C, True
         )

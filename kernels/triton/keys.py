@@ -68,8 +68,10 @@ def path_rows(table_ptr, tile, span, C: tl.constexpr):
 
 
 @triton.jit
-def page_ids(table_ptr, tile, span, C: tl.constexpr):
+def page_ids(table_ptr, tile, span, C: tl.constexpr, BARE: tl.constexpr):
     """Pages that a tile of keys needs; what they are where no key of the page is in [start, stop) means nothing.
+
+    Every key of a BARE tile is.
 
     Few pages come as a tuple of scalars, which all threads hold, so that a key's address is the sum of what its place
     in a page and what the page adds; many come as a tensor, one for each key where tiles and pages do not nest. Keys of
@@ -92,10 +94,14 @@ def page_ids(table_ptr, tile, span, C: tl.constexpr):
             logical = tile * PAGES + tl.arange(0, PAGES)
         else:
             logical = (tile * C.tile + tl.arange(0, C.tile)) // C.page_size
-        live = logical * C.page_size < stop
-        if C.window > 0:
-            live = live & ((logical + 1) * C.page_size > start)
-        pages = tl.load(table_ptr + logical.to(tl.int64), mask=live, other=0)
+        at = table_ptr + logical.to(tl.int64)
+        if BARE:
+            pages = tl.load(at)
+        else:
+            live = logical * C.page_size < stop
+            if C.window > 0:
+                live = live & ((logical + 1) * C.page_size > start)
+            pages = tl.load(at, mask=live, other=0)
     return pages
 
 
@@ -116,7 +122,7 @@ def known_keys(page, C: tl.constexpr):
 
 @triton.jit
 def unknown_pages(table_ptr, first, last, C: tl.constexpr):
-    """Whether each of the first 256 pages of the tiles [first, last) lies outside the pool; 0 where there are less."""
+    """Whether each of the first pages of the tiles [first, last) lies outside the pool; 0 where there are less."""
     page_first, page_last = _pages_of_tiles(first, last, C)
     return _unknown_pages(table_ptr, page_first, page_last, C)
 
@@ -125,7 +131,7 @@ def unknown_pages(table_ptr, first, last, C: tl.constexpr):
 def all_known(unknown, table_ptr, first, last, C: tl.constexpr):
     """Whether every page of the tiles [first, last) lies in the pool; of the first ones `unknown` tells."""
     page_first, page_last = _pages_of_tiles(first, last, C)
-    for start in range(page_first + 256, page_last, 256):
+    for start in range(page_first + C.pages_at_once, page_last, C.pages_at_once):
         unknown = unknown | _unknown_pages(table_ptr, start, page_last, C)
     return tl.max(unknown, 0) == 0
 
@@ -174,7 +180,7 @@ def _pages_of_tiles(first, last, C: tl.constexpr):
 
 @triton.jit
 def _unknown_pages(table_ptr, start, stop, C: tl.constexpr):
-    logical = start + tl.arange(0, 256)
+    logical = start + tl.arange(0, C.pages_at_once)
     page = tl.load(table_ptr + logical.to(tl.int64), mask=logical < stop, other=0)
     return (_is_known(page, C) == 0).to(tl.int32)
 

@@ -109,6 +109,7 @@ def walk(
     gap = bare * 0 if C.one_loop else bare
     # Beside a loop of their own for bare tiles few are left, for which a long pipeline is not worth its filling.
     short: tl.constexpr = MASKED and C.bare_tiles and not C.one_loop
+    BARE_IDS: tl.constexpr = C.bare_ids and not MASKED and not C.few_pages
     STAGES: tl.constexpr = min(C.stages, 2) if short else C.stages
     for index in tl.range(first, last - gap, num_stages=STAGES):
         tile = tl.where(index >= bare_first, index + gap, index)
@@ -117,7 +118,9 @@ def walk(
         known = known_keys(page, C)
         current = page
         # The ids of the next tile, so that its K and V can be fetched ahead without waiting for them.
-        page = page_ids(table_ptr, next_tile, span, C)
+        if BARE_IDS:
+            next_tile = tl.minimum(next_tile, last - 1)
+        page = page_ids(table_ptr, next_tile, span, C, BARE_IDS)
 
         score = key_products(q, k_ptr, current, tile, C, not MASKED)
         key_position = key

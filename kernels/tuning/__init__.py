@@ -19,7 +19,8 @@ A file holds:
   with more than `partials` pieces, one long sequence among short ones, is merged `many` at a time;
 * `split`, `prefill`, `invariant`: lists of `TileChoice` fields. The entry of the smallest `head_dim`, then of
   the smallest `rows`, that hold the problem is taken, among those of the KV dtype's width; one with `turns` comes
-  first where they can be taken and a row of the page table holds more than `min_keys` keys.
+  first where they can be taken, a row of the page table holds more than `min_keys` keys, and a tile needs at most
+  `max_pages` page ids (0 for any number).
 """
 
 import contextlib
@@ -32,6 +33,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+
+from jaxattn.kernels._constants import pages_in_tile
 
 KINDS = ("split", "prefill", "invariant")
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
@@ -61,9 +64,12 @@ class TileChoice:
     # Walk the tiles that need no mask in a loop of their own, or without masks in the one loop of all tiles.
     bare: bool = False
     one_loop: bool = False
-    # Two halves of a program take turns; pays for sequences of some length.
+    # Load page ids without a mask in a loop of tiles that need none.
+    bare_ids: bool = True
+    # Two halves of a program take turns; pays for sequences of some length, and for few page ids a tile; 0 is any.
     turns: bool = False
     min_keys: int = 0
+    max_pages: int = 0
 
     def __post_init__(self):
         if self.turns and self.warps != 8:
@@ -99,18 +105,25 @@ class Tuning:
     prefill: tuple[TileChoice, ...]
     invariant: tuple[TileChoice, ...]
 
-    def choose(self, kind: str, head_dim: int, rows: int, kv_bytes: int, turns_within: int = 0) -> TileChoice:
+    def choose(
+        self, kind: str, head_dim: int, rows: int, kv_bytes: int, turns_within: int = 0, page_size: int = 1
+    ) -> TileChoice:
         """Return the entry of the `kind` table that fits best.
 
         `turns_within` is the number of keys that a row of the page table holds, where turns can be taken, else 0.
         """
+
+        def fits(choice: TileChoice) -> bool:
+            pages = pages_in_tile(choice.tile, page_size)
+            return turns_within > choice.min_keys and not 0 < choice.max_pages < pages
+
         table = getattr(self, kind)
         width = min((c.kv_bytes for c in table), key=lambda b: (abs(b - kv_bytes), b))
         table = [c for c in table if c.kv_bytes == width]
         dim = _smallest_that_holds((c.head_dim for c in table), head_dim)
         table = [c for c in table if c.head_dim == dim]
         held = _smallest_that_holds((c.rows for c in table), rows)
-        fitting = [c for c in table if c.rows == held and (not c.turns or turns_within > c.min_keys)]
+        fitting = [c for c in table if c.rows == held and (not c.turns or fits(c))]
         return max(fitting, key=lambda c: c.turns)
 
     def choose_reduce(self, pieces: int | None) -> ReduceChoice:

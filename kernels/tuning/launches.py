@@ -54,7 +54,7 @@ def attention_launches(
         turns_within = problem.page_table.shape[1] * problem.page_size
 
     def launch(kind: str, rows: int, min_q_len: int, max_q_len: int) -> Launch:
-        choice = table.choose(kind, head_dim, rows, kv_bytes, turns_within)
+        choice = table.choose(kind, head_dim, rows, kv_bytes, turns_within, problem.page_size)
         chunk = 0
         if problem.batch_invariant:
             chunk = cdiv(table.chunk, choice.tile) * choice.tile if kind == "invariant" else UNCUT
