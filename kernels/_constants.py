@@ -145,7 +145,7 @@ class AttentionConstants:
     @property
     def pages_at_once(self) -> int:
         """Page ids that are checked at once, each time awaited: more where tiles have many."""
-        return 256 if self.few_pages else 1024
+        return min(max(32 * self.pages_in_tile, 256), 1024)
 
     @property
     def units(self) -> int:

@@ -94,14 +94,13 @@ def page_ids(table_ptr, tile, span, C: tl.constexpr, BARE: tl.constexpr):
             logical = tile * PAGES + tl.arange(0, PAGES)
         else:
             logical = (tile * C.tile + tl.arange(0, C.tile)) // C.page_size
-        at = table_ptr + logical.to(tl.int64)
         if BARE:
-            pages = tl.load(at)
+            pages = tl.load(table_ptr + logical.to(tl.int64))
         else:
             live = logical * C.page_size < stop
             if C.window > 0:
                 live = live & ((logical + 1) * C.page_size > start)
-            pages = tl.load(at, mask=live, other=0)
+            pages = tl.load(table_ptr + logical.to(tl.int64), mask=live, other=0)
     return pages
 
 

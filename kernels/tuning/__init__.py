@@ -64,8 +64,8 @@ class TileChoice:
     # Walk the tiles that need no mask in a loop of their own, or without masks in the one loop of all tiles.
     bare: bool = False
     one_loop: bool = False
-    # Load page ids without a mask in a loop of tiles that need none.
-    bare_ids: bool = True
+    # Load many page ids of a tile without masks in a loop of tiles that need none.
+    bare_ids: bool = False
     # Two halves of a program take turns; pays for sequences of some length, and for few page ids a tile; 0 is any.
     turns: bool = False
     min_keys: int = 0
