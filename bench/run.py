@@ -52,15 +52,10 @@ def cases_of(group: str) -> tuple[str, ...]:
 
 
 def measure(job: Job, progress=lambda line: None, keep=lambda result: None) -> dict:
-    """All rows of a run, with the machine's ceilings; `keep` gets what there is of them behind each case."""
+    """All rows of a run, with the machine's ceilings; `keep` gets what there is behind each case and peer process."""
     ceilings: dict[str, list[float]] = {"read_gbps": [], "matmul_tflops": []}
     entries: dict[str, dict[str, contest.Entry]] = {}
     in_process = [peer for peer in job.peers if peer in contest.PEERS]
-    for peer in job.peers:
-        if peer in TORCH_PEERS:
-            progress(f"{peer} in a process of its own")
-            for case, entry in _torch_entries(TORCH_PEERS[peer], job.cases).items():
-                entries.setdefault(case, {})[peer] = entry
     for number in range(job.rounds):
         ceilings["read_gbps"].append(timing.read_bandwidth())
         ceilings["matmul_tflops"].append(timing.matmul_rate())
@@ -75,6 +70,14 @@ def measure(job: Job, progress=lambda line: None, keep=lambda result: None) -> d
                 known = known | contest.next_round(entrants, mine, job.iterations)
             entries[case] = known
             del entrants
+            result = _result(job, entries, ceilings)
+            keep(result)
+    # Last, for it can take minutes to compile them.
+    for peer in job.peers:
+        if peer in TORCH_PEERS:
+            progress(f"{peer} in a process of its own")
+            for case, entry in _torch_entries(TORCH_PEERS[peer], job.cases).items():
+                entries[case][peer] = entry
             result = _result(job, entries, ceilings)
             keep(result)
     return result

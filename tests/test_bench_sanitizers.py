@@ -36,6 +36,39 @@ sys.exit(code)
 """
 
 
+TURNS = """
+import dataclasses
+import pytest
+from jaxattn.kernels import tuning
+
+table = dataclasses.replace(tuning.load("sm90"), turns=("begin", "end"))
+tuning.load = lambda architecture: table
+
+@pytest.mark.gpu
+def test_turns():
+    assert tuning.tuning().turns == {turns}
+"""
+
+
+def run_with_a_tool(folder, root, tool, summary):
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: a\n    big: b\n")
+    program = folder / "compute-sanitizer"
+    program.write_text(TOOL.format(python=sys.executable, summary=summary))
+    program.chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(root),
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "bench.sanitizers", "--tools", tool, "--seconds", "60", "test_some.py"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 def test_one_test_of_each_function_and_implementation_comes_first():
     ids = [f"a.py::test_{f}[{i}-{n}]" for f in "xyz" for i in ("triton", "pallas") for n in range(9)]
     order = sanitizers.in_order(ids, seed=3)
@@ -56,24 +89,16 @@ def test_one_test_of_each_function_and_implementation_comes_first():
 )
 def test_what_the_tool_and_the_tests_say_decides(holds, summary, code, said, tmp_path, pytestconfig):
     (tmp_path / "test_some.py").write_text(TESTS.format(holds=holds))
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: a\n    big: b\n")
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text(TOOL.format(python=sys.executable, summary=summary))
-    tool.chmod(0o755)
-    environment = os.environ | {
-        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(pytestconfig.rootpath),
-    }
-    run = subprocess.run(
-        [sys.executable, "-m", "bench.sanitizers", "--tools", "memcheck", "--seconds", "60", "test_some.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = run_with_a_tool(tmp_path, pytestconfig.rootpath, "memcheck", summary)
     assert said in run.stdout, run.stdout + run.stderr
     assert run.returncode == code
+
+
+@pytest.mark.parametrize(("tool", "turns"), [("memcheck", ("begin", "end")), ("racecheck", ("", ""))])
+def test_the_race_checker_runs_without_the_instructions_of_turns(tool, turns, tmp_path, pytestconfig):
+    (tmp_path / "test_some.py").write_text(TURNS.format(turns=turns))
+    run = run_with_a_tool(tmp_path, pytestconfig.rootpath, tool, "ERROR SUMMARY: 0 errors")
+    assert "0 errors; 1 tests of 1 functions passed" in run.stdout, run.stdout + run.stderr
 
 
 def test_no_test_begins_when_the_time_is_over():

@@ -41,7 +41,9 @@ def test_a_peer_that_is_not_installed_is_a_row_with_the_reason(monkeypatch):
     monkeypatch.setattr(torch_process.importlib.util, "find_spec", lambda name: None)
     arguments = ["--case", "toy/2x40/q2", "step/4x8", "--peers", "flashinfer", "aiter"]
     job, _ = run.parse([*arguments, "--implementation", "xla", "--rounds", "2", "--iterations", "1"])
-    rows = {(r["case"], r["who"]): r for r in run.measure(job)["rows"]}
+    kept = []
+    rows = {(r["case"], r["who"]): r for r in run.measure(job, keep=kept.append)["rows"]}
+    assert [len({r["who"] for r in result["rows"]}) for result in kept] == [1, 1, 1, 1, 2, 3]
     assert rows["toy/2x40/q2", "flashinfer"]["refused"] == "flashinfer and torch are not installed"
     assert rows["toy/2x40/q2", "aiter"]["refused"] == "aiter and torch are not installed"
     assert ("step/4x8", "flashinfer") not in rows
