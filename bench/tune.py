@@ -29,6 +29,8 @@ from jaxattn.kernels import tuning
 from jaxattn.kernels.tuning import ReduceChoice, TileChoice, Tuning
 from jaxattn.kernels.tuning.launches import compiler_keeps_turns
 
+_OF_SEVERAL_SHAPES = ("bare_ids", "min_keys", "max_pages")
+
 
 def table_of(shape: shapes.Shape) -> tuple[str, int, int]:
     """The table that serves a shape, the rows of a sequence, and the bytes of a K or V element."""
@@ -256,7 +258,8 @@ def main(argv=None) -> int:
 def updated(table: Tuning, everything: dict[str, list[dict]]) -> Tuning:
     """The table with the best choice of each measured shape; of shapes that share an entry, the last counts.
 
-    Where the best takes turns, the best without them stands beside it, for problems that cannot.
+    Where the best takes turns, the best without them stands beside it, for problems that cannot. What one shape does
+    not decide, such as from how many keys on turns pay, stays as it was.
     """
     for name, results in everything.items():
         measured = [row["choice"] for row in results if "failure" not in row]
@@ -265,8 +268,14 @@ def updated(table: Tuning, everything: dict[str, list[dict]]) -> Tuning:
             continue
         kind, _, _ = table_of(shapes.ALL[name])
         place = (plain.head_dim, plain.rows, plain.kv_bytes)
-        entries = [c for c in getattr(table, kind) if (c.head_dim, c.rows, c.kv_bytes) != place]
-        entries += [plain, measured[0]] if measured[0].turns else [plain]
+        entries, before = [], {}
+        for entry in getattr(table, kind):
+            if (entry.head_dim, entry.rows, entry.kv_bytes) == place:
+                before[entry.turns] = {field: getattr(entry, field) for field in _OF_SEVERAL_SHAPES}
+            else:
+                entries.append(entry)
+        best = [plain, measured[0]] if measured[0].turns else [plain]
+        entries += [dataclasses.replace(choice, **before.get(choice.turns, {})) for choice in best]
         entries.sort(key=lambda c: (-c.kv_bytes, c.head_dim, c.rows, c.turns))
         table = dataclasses.replace(table, **{kind: tuple(entries)})
     return table

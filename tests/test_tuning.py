@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from bench import tune
 from jaxattn.kernels import tuning
 from jaxattn.kernels.tuning import launches
 from jaxattn.problem import AttentionProblem
@@ -90,6 +91,22 @@ def test_turns_need_two_halves():
     entry = {"head_dim": 64, "rows": 64, "kv_bytes": 2, "block_rows": 64, "tile": 64}
     with pytest.raises(ValueError, match="warps: expected 8, two halves of four that take turns, got 4"):
         tuning.TileChoice(**entry, warps=4, stages=3, programs_per_core=1, turns=True)
+
+
+def test_the_tuner_keeps_what_one_shape_does_not_decide():
+    table = tuning.load("sm90")
+    plain, turns = (table.choose("prefill", 128, 128, 2, keys) for keys in (0, 1 << 20))
+    assert plain.bare_ids
+    assert turns.min_keys > 0
+    faster = {False: dataclasses.replace(plain, tile=32), True: dataclasses.replace(turns, stages=2)}
+    rows = [
+        {"choice": dataclasses.replace(choice, bare_ids=False, min_keys=0)}
+        for choice in (faster[True], faster[False])
+    ]
+    changed = tune.updated(table, {"llama-3-8b/1x16k/q16k": rows})
+    assert changed.choose("prefill", 128, 128, 2) == faster[False]
+    assert changed.choose("prefill", 128, 128, 2, 1 << 20) == faster[True]
+    assert len(changed.prefill) == len(table.prefill)
 
 
 @pytest.mark.parametrize("architecture", ["sm90", "gfx942", "gfx950", "interpreter", "default"])
