@@ -184,12 +184,13 @@ def parse(arguments) -> tuple[Job, str | None]:
 
 
 def run(job: Job, arguments, progress=lambda line: None, keep=lambda result: None) -> dict:
-    """Measure a job; the environment is read behind each case, while the clocks are those of the load."""
-
+    """Measure a job; the environment is read behind the first case, while the clocks are those of the load."""
     found: dict = {}
 
     def describe(result):
-        found.update({"environment": environment.describe("bench.run", arguments), **result})
+        if not found:
+            found["environment"] = environment.describe("bench.run", arguments)
+        found.update(result)
         keep(found)
 
     measure(job, progress, describe)
