@@ -56,30 +56,31 @@ def measure(job: Job, progress=lambda line: None, keep=lambda result: None) -> d
     ceilings: dict[str, list[float]] = {"read_gbps": [], "matmul_tflops": []}
     entries: dict[str, dict[str, contest.Entry]] = {}
     in_process = [peer for peer in job.peers if peer in contest.PEERS]
+
+    def kept() -> dict:
+        result = _result(job, entries, ceilings)
+        keep(result)
+        return result
+
     for number in range(job.rounds):
         ceilings["read_gbps"].append(timing.read_bandwidth())
         ceilings["matmul_tflops"].append(timing.matmul_rate())
         for case in job.cases:
             progress(f"round {number + 1} of {job.rounds}: {case}")
             entrants = contest.make_contest(case, job.implementations, in_process)
-            known = entries.setdefault(case, {})
             if number == 0:
-                known = contest.first_round(entrants, job.iterations) | known
+                entries[case] = contest.first_round(entrants, job.iterations)
             else:
-                mine = {who: known[who] for who in entrants.entrants}
-                known = known | contest.next_round(entrants, mine, job.iterations)
-            entries[case] = known
+                entries[case] = contest.next_round(entrants, entries[case], job.iterations)
             del entrants
-            result = _result(job, entries, ceilings)
-            keep(result)
+            result = kept()
     # Last, for it can take minutes to compile them.
     for peer in job.peers:
         if peer in TORCH_PEERS:
             progress(f"{peer} in a process of its own")
             for case, entry in _torch_entries(TORCH_PEERS[peer], job.cases).items():
                 entries[case][peer] = entry
-            result = _result(job, entries, ceilings)
-            keep(result)
+            result = kept()
     return result
 
 
