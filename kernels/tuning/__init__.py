@@ -110,7 +110,8 @@ class Tuning:
     ) -> TileChoice:
         """Return the entry of the `kind` table that fits best.
 
-        `turns_within` is the number of keys that a row of the page table holds, where turns can be taken, else 0.
+        `turns_within` is the number of keys that a row of the page table holds, where turns can be taken, else 0;
+        `page_size` that of the cache, which decides about turns too.
         """
 
         def fits(choice: TileChoice) -> bool:
